@@ -1,0 +1,123 @@
+"""The command line: `torchplug COMMAND`, a group that imports a command's module only when that command runs.
+
+Exit codes: 0 all is well, 1 a problem that the output explains, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Final, NamedTuple, NoReturn
+
+import click
+
+from torchplug import __version__
+from torchplug.cli.options import flush_output, print_error
+
+INTERRUPTED: Final = 130
+"""128 + SIGINT, as shells report it."""
+
+
+class LazyCommand(NamedTuple):
+    """Where a command is (`module:function`) and its line in the group's help, which must not cost an import."""
+
+    target: str
+    help: str
+
+
+COMMANDS: Final[dict[str, LazyCommand]] = {
+    "list": LazyCommand(
+        "torchplug.cli.list_command:list_command", "Architectures that installed plugins offer, and by whom."
+    ),
+    "show": LazyCommand("torchplug.cli.show_command:show", "One architecture: its owner, where it is, what it can do."),
+    "doctor": LazyCommand(
+        "torchplug.cli.doctor_command:doctor", "What is wrong with the installed plugins, and the fix."
+    ),
+    "generate": LazyCommand("torchplug.cli.generate:generate", "Answer prompts with a model."),
+    "chat": LazyCommand("torchplug.cli.chat:chat", "Talk to a model in the terminal."),
+    "convert": LazyCommand("torchplug.cli.convert:convert", "Write a GGUF file as a checkpoint directory."),
+}
+
+
+class CommandGroup(click.Group):
+    """The group over `COMMANDS`; it also turns every end of a command into an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, function = COMMANDS[cmd_name].target.partition(":")
+        command: click.Command = getattr(import_module(module), function)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.help) for name, command in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            import difflib
+
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"Did you mean '{near[0]}'?" if near else f"The commands are: {', '.join(COMMANDS)}."
+            ctx.fail(f"No such command '{name}'. {hint}")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            from torchplug.errors import TorchplugError
+
+            if not isinstance(error, TorchplugError):
+                raise
+            print_error(ctx, error)
+            ctx.exit(1)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        name = prog_name or "torchplug"
+        if not standalone_mode:
+            return super().main(args, name, complete_var, standalone_mode=False, **extra)
+        try:
+            result = super().main(args, name, complete_var, standalone_mode=False, **extra)
+            flush_output()
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except (KeyboardInterrupt, click.Abort) as error:
+            # click turns the end of input at one of its prompts into Abort too; that is not an interrupt.
+            sys.exit(1 if isinstance(error.__cause__, EOFError) else INTERRUPTED)
+        except BrokenPipeError:
+            _leave_a_closed_pipe()
+        # A command's own exit code (`ctx.exit(1)`) comes back as an int; every other result of a command means success.
+        sys.exit(result if type(result) is int else 0)
+
+
+def _leave_a_closed_pipe() -> NoReturn:
+    """Exit without a word. What is still buffered goes to the null device, or Python would complain at shutdown."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)
+
+
+@click.group(
+    cls=CommandGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="A plugin is a pip package. `torchplug COMMAND --help` says more about a command.",
+)
+@click.version_option(__version__, prog_name="torchplug", message="%(prog)s %(version)s")
+def main() -> None:
+    """Find, check and run model architectures that are installed as pip packages."""

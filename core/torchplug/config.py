@@ -1,0 +1,156 @@
+"""What a model class receives: a `VllmConfig`, in the shape that authors of vLLM models know.
+
+`hf_config` is an attribute view over config.json: nested, unknown keys kept, defaults declared by the model class
+(`config_defaults: ClassVar[dict]`), and a key that neither has is an error that names the key and the file. No
+transformers needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torchplug.errors import MissingConfigKey, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+
+class HfConfig:
+    """Read-only attribute view over the mapping of a config.json.
+
+    Args:
+        values: The mapping; nested mappings become nested views.
+        source: The file it came from, for error messages.
+        defaults: What the model class declares for keys that the file may omit.
+    """
+
+    __slots__ = ("_defaults", "_path", "_source", "_values")
+
+    def __init__(
+        self, values: Mapping[str, Any], *, source: str, defaults: Mapping[str, Any] | None = None, path: str = ""
+    ) -> None:
+        self._values = dict(values)
+        self._defaults = dict(defaults or {})
+        self._source = source
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in self._values:
+            value, default = self._values[name], self._defaults.get(name)
+        elif name in self._defaults:
+            value, default = self._defaults[name], None
+        else:
+            key = f"{self._path}{name}"
+            raise MissingConfigKey(
+                f"checkpoint config {self._source}",
+                Problem(
+                    key,
+                    "the model class reads this key, the file does not have it and the class declares no default",
+                    f"add {key!r} to {self._source}, or declare it in the class's config_defaults",
+                ),
+            )
+        if isinstance(value, Mapping):
+            nested = default if isinstance(default, Mapping) else None
+            return HfConfig(value, source=self._source, defaults=nested, path=f"{self._path}{name}.")
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values or name in self._defaults
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._defaults | self._values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of `name` as attribute access gives it, or `default` where neither the file nor the class has it.
+        """
+        return getattr(self, name) if name in self else default
+
+    def to_dict(self) -> dict[str, Any]:
+        """Defaults and file merged into one plain dict; nested mappings stay plain."""
+        return self._defaults | self._values
+
+    def __repr__(self) -> str:
+        return f"HfConfig({self._source!r}, {self._values!r})"
+
+
+@dataclass(slots=True)
+class MultiModalConfig:
+    """Limits and modes of multimodal input. A limit of 0 items switches a modality off and spares its tower's weights.
+    """
+
+    limit_per_prompt: dict[str, int] = field(default_factory=dict)
+    mm_encoder_only: bool = False
+    mm_encoder_tp_mode: str = "weights"
+
+    def get_limit_per_prompt(self, modality: str) -> int:
+        """Greatest number of `modality` items in one prompt; 999 where no limit was given."""
+        return self.limit_per_prompt.get(modality, 999)
+
+
+@dataclass(slots=True)
+class ModelConfig:
+    """The checkpoint's side: `model` (path), `hf_config`, `dtype`, `max_model_len` in tokens, multimodal settings."""
+
+    model: str
+    hf_config: HfConfig
+    dtype: torch.dtype
+    max_model_len: int
+    multimodal_config: MultiModalConfig | None = None
+    seed: int = 0
+
+    @property
+    def hf_text_config(self) -> HfConfig:
+        """The language model's config: `text_config` where the checkpoint nests one, else the whole."""
+        nested = self.hf_config.get("text_config")
+        return nested if isinstance(nested, HfConfig) else self.hf_config
+
+
+@dataclass(slots=True)
+class CacheConfig:
+    """Paged cache: `block_size` in tokens; "auto" dtypes follow the model dtype."""
+
+    block_size: int = 16
+    enable_prefix_caching: bool = False
+    mamba_cache_dtype: str = "auto"
+    mamba_ssm_cache_dtype: str = "auto"
+
+
+@dataclass(slots=True)
+class SchedulerConfig:
+    """Most requests in one step and most tokens in one step."""
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+
+
+@dataclass(slots=True)
+class ParallelConfig:
+    """How many processes share one model."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+
+@dataclass(slots=True)
+class DeviceConfig:
+    """The device, resolved with its index."""
+
+    device: torch.device
+
+
+@dataclass(slots=True)
+class VllmConfig:
+    """Everything that a model class receives at construction. The last three are None where the feature is off."""
+
+    model_config: ModelConfig
+    device_config: DeviceConfig
+    cache_config: CacheConfig = field(default_factory=CacheConfig)
+    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    lora_config: Any = None
+    speculative_config: Any = None
+    quant_config: Any = None

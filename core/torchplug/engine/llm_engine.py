@@ -1,0 +1,208 @@
+"""The engine: requests go in, steps are taken, outputs come out; always scheduler -> runner -> sampler -> request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchplug.engine.outputs import RequestOutput
+from torchplug.engine.prompts import Prompt, tokenize_prompt
+from torchplug.engine.request import Request
+from torchplug.engine.runner import Runner
+from torchplug.engine.sampler import Sampler, SamplingState
+from torchplug.engine.sampling_params import SamplingParams
+from torchplug.engine.scheduler import Scheduler
+from torchplug.errors import Problem, RequestError
+
+if TYPE_CHECKING:
+    from torchplug.engine.tokenizer import Tokenizer
+    from torchplug.host.model import LoadedModel
+
+
+class LLMEngine:
+    """Serves any number of requests on one loaded model. Not thread-safe: one thread adds, steps and aborts.
+
+    Args:
+        model: The model; its `vllm_config` holds the limits (max_model_len, max_num_seqs, max_num_batched_tokens).
+        tokenizer: For text prompts and text outputs; None: token ids only.
+        seed: For the draws of requests without a seed of their own.
+    """
+
+    def __init__(self, model: LoadedModel, tokenizer: Tokenizer | None = None, *, seed: int | None = 0) -> None:
+        config = model.vllm_config
+        limits = config.scheduler_config
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_model_len = config.model_config.max_model_len
+        self.vocab_size: int | None = config.model_config.hf_text_config.get("vocab_size")
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        self._runner = Runner(
+            model.module,
+            dtype=model.dtype,
+            device=model.device,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
+        self._scheduler = Scheduler(
+            limits.max_num_seqs, limits.max_num_batched_tokens, whole_prefix=not self._runner.cached
+        )
+        self._sampler = Sampler(seed)
+        self._requests: dict[str, Request] = {}
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: Unlike that of any request in the engine.
+            prompt: A text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}.
+            params: Sampling and stopping; None: `SamplingParams()`.
+
+        Raises:
+            RequestError: The prompt is empty, too long, not text or ids, or out of the vocabulary; or the id is taken.
+                Requests in flight are not touched.
+        """
+        self.submit(self.build_request(request_id, prompt, params))
+
+    def build_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """A checked request, not yet queued: `submit` does that. Raises as `add_request` does."""
+        if params is None:
+            params = SamplingParams()
+        elif not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"request {request_id!r}",
+                Problem("params", f"expected SamplingParams, got {type(params).__name__}", "pass SamplingParams(...)"),
+            )
+        tokenized = tokenize_prompt(prompt, self.tokenizer)
+        problems = [*self._prompt_problems(tokenized.token_ids), *self._params_problems(params)]
+        if problems:
+            raise RequestError(f"request {request_id!r}", problems)
+        sampling = SamplingState(params, tokenized.token_ids, sorted({*self.eos_token_ids, *params.stop_token_ids}))
+        return Request(
+            request_id,
+            tokenized,
+            params,
+            sampling,
+            eos_token_ids=self.eos_token_ids,
+            max_model_len=self.max_model_len,
+            tokenizer=self.tokenizer,
+        )
+
+    def submit(self, request: Request) -> None:
+        """Queue what `build_request` made."""
+        if request.request_id in self._requests:
+            raise RequestError(
+                f"request {request.request_id!r}", Problem("request_id", "is in use", "give every request its own id")
+            )
+        self._requests[request.request_id] = request
+        self._scheduler.add(request)
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Drop requests at once, with what they have cached; an id that is not (or no longer) here is ignored."""
+        for name in (request_id,) if isinstance(request_id, str) else tuple(request_id):
+            request = self._requests.pop(name, None)
+            if request is not None:
+                request.finish_reason = "abort"
+                self._scheduler.remove(request)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._requests)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests waiting or running."""
+        return len(self._requests)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots without a running request; all of them when idle."""
+        return self._scheduler.num_free_slots
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns what it changed, for each request as its `output_kind` wants it.
+
+        An exception from the model propagates. The running requests are dropped then, since what they have cached can
+        no longer be trusted; waiting ones stay.
+        """
+        batch = self._scheduler.schedule()
+        if not batch:
+            return []
+        try:
+            with torch.inference_mode():
+                logits = self._runner.run(batch)
+                sampling = [item.request for item in batch if item.samples]
+                sampled = None if logits is None else self._sampler.sample(logits, [r.sampling for r in sampling])
+            for item in batch:
+                item.request.num_computed = item.stop
+            outputs: list[RequestOutput] = []
+            if sampled is not None:
+                for request, token, logprobs in zip(sampling, sampled.token_ids, sampled.logprobs, strict=True):
+                    request.append(token, logprobs)
+                    if request.finish_reason is not None:
+                        self._scheduler.remove(request)
+                        del self._requests[request.request_id]
+                    if (output := request.output()) is not None:
+                        outputs.append(output)
+            return outputs
+        except BaseException as error:
+            lost = [name for name, request in self._requests.items() if request.slot is not None]
+            self.abort_request(lost)
+            if isinstance(error, Exception):
+                error.add_note(f"torchplug: in a step of {len(batch)} requests; dropped: {', '.join(lost)}")
+            raise
+
+    def close(self) -> None:
+        """Drop all requests and free the cache; the model itself stays open."""
+        self.abort_request(list(self._requests))
+        self._runner.close()
+
+    def _prompt_problems(self, token_ids: list[int]) -> list[Problem]:
+        problems = []
+        if not token_ids:
+            problems.append(Problem("prompt", "has no tokens", "give at least one token"))
+        if len(token_ids) >= self.max_model_len:
+            problems.append(
+                Problem(
+                    "prompt",
+                    f"has {len(token_ids)} tokens and needs room for a new one; max_model_len is {self.max_model_len}",
+                    "shorten it, or raise max_model_len as far as the model allows",
+                )
+            )
+        bad = [i for i in token_ids if i < 0 or (self.vocab_size is not None and i >= self.vocab_size)]
+        if bad:
+            shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+            limit = "0 or above" if self.vocab_size is None else f"from 0 to {self.vocab_size - 1}"
+            problems.append(Problem("prompt", f"token ids {shown} are outside the vocabulary", f"use ids {limit}"))
+        return problems
+
+    def _params_problems(self, params: SamplingParams) -> list[Problem]:
+        problems = []
+        if params.stop and self.tokenizer is None:
+            problems.append(
+                Problem(
+                    "stop",
+                    "stop texts need a tokenizer, and there is none",
+                    "use stop_token_ids, or load with a tokenizer",
+                )
+            )
+        if self.vocab_size is not None and (bad := [i for i in params.stop_token_ids if i >= self.vocab_size]):
+            problems.append(
+                Problem("stop_token_ids", f"{bad} are outside the vocabulary", f"use ids below {self.vocab_size}")
+            )
+        return problems
+
+
+def _eos_token_ids(model: LoadedModel, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """End-of-sequence ids: generation_config's (config.json's where it has none), and the tokenizer's own."""
+    ids: set[int] = set()
+    checkpoint = model.checkpoint
+    if checkpoint is not None:
+        found: Any = checkpoint.generation_config.get("eos_token_id")
+        if found is None:
+            found = checkpoint.config.get("eos_token_id")
+        ids.update(found if isinstance(found, list) else [] if found is None else [found])
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)

@@ -1,0 +1,66 @@
+"""What layers may know of a step: the flat batch of the forward pass in progress.
+
+A step is a flat batch: the tokens of all requests, one request after another. The runner publishes its layout here;
+layers read it and never see the scheduler. With no context, a forward pass is one sequence from position 0 without a
+cache, which is what an author's own test and a profile run want.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """Layout of one step over `num_reqs` requests and `num_tokens` tokens. Tensors are on the model's device.
+
+    Attributes:
+        query_start_loc: int32 [num_reqs + 1], offset of each request's first token in the flat batch, then num_tokens.
+        seq_lens: int32 [num_reqs], tokens of each request after this step (cached + new).
+        slot_mapping: int64 [num_tokens], flat cache slot (block id * block_size + offset) that each token's key and
+            value go to.
+        block_tables: int32 [num_reqs, max_blocks], block ids of each request in order; unused entries are 0.
+        block_size: Tokens per block.
+        query_lens_host: New tokens of each request, on the host, for backends that loop over requests.
+        seq_lens_host: `seq_lens` on the host.
+        block_tables_host: Block ids of each request, on the host.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    block_size: int
+    query_lens_host: tuple[int, ...]
+    seq_lens_host: tuple[int, ...]
+    block_tables_host: tuple[tuple[int, ...], ...]
+
+
+class _Current(threading.local):
+    context: ForwardContext | None = None
+
+
+_current = _Current()
+
+
+def get_forward_context() -> ForwardContext | None:
+    """The layout of the step in progress on this thread, or None outside of one."""
+    return _current.context
+
+
+@contextmanager
+def set_forward_context(context: ForwardContext | None) -> Iterator[None]:
+    """Publish `context` to the layers for the duration of one forward pass."""
+    previous = _current.context
+    _current.context = context
+    try:
+        yield
+    finally:
+        _current.context = previous

@@ -1,0 +1,204 @@
+"""The host: find a model plugin, choose its owner, check it, load it, bind its hooks.
+
+Importing this module and creating a `Host` reads entry-point metadata only; torch and plugins are imported by
+`model_class` and `load`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torchplug.host.catalogue import Catalogue, ModelPlugin
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+
+    from torchplug.host.checkpoint import Checkpoint
+    from torchplug.host.loading import Progress
+    from torchplug.host.model import LoadedModel, ModelClass
+    from torchplug.host.wrappers import Wrapper
+
+
+class Host:
+    """Discovery and loading of model plugins.
+
+    Args:
+        plugins: Which distributions take part, e.g. "*,-foo"; None reads TORCHPLUG_PLUGINS.
+        owners: Architecture to distribution, where more than one offers it.
+    """
+
+    def __init__(self, plugins: str | None = None, owners: Mapping[str, str] | None = None) -> None:
+        self.catalogue = Catalogue(selection=plugins, owners=owners)
+        self._classes: dict[str, ModelClass] = {}
+        self._wrappers: tuple[Wrapper, ...] | None = None
+
+    @property
+    def architectures(self) -> Mapping[str, ModelPlugin]:
+        """Per architecture, the catalogue row of its owner. An absent or contested architecture is an error on access.
+        """
+        return _Owners(self.catalogue)
+
+    def model_class(self, architecture: str) -> ModelClass:
+        """Import and check the class that owns `architecture` ("Arch" or "distribution:Arch"). Needs no weights and no
+        device.
+
+        Raises:
+            PluginError: nobody or more than one offers it, or its import failed.
+            ContractError: with every problem of the class.
+        """
+        from torchplug.host.contracts import inspect_class
+        from torchplug.host.model import ModelClass
+
+        plugin = self.catalogue.owner(architecture)
+        if architecture not in self._classes:
+            cls = _import(plugin)
+            report = inspect_class(cls, subject=subject_of(plugin))
+            self._classes[architecture] = ModelClass(cls, report, plugin, self.wrappers())
+        return self._classes[architecture]
+
+    def wrappers(self) -> tuple[Wrapper, ...]:
+        """The enabled wrapper plugins, imported on first use, each in its own try; a broken one is a warning and is
+        left out.
+        """
+        if self._wrappers is None:
+            self._wrappers = tuple(_import_wrappers(self.catalogue))
+        return self._wrappers
+
+    def load(
+        self,
+        target: str | os.PathLike[str] | Checkpoint,
+        *,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 2048,
+        progress: Progress | None = None,
+    ) -> LoadedModel:
+        """Load a checkpoint (a directory, a GGUF file, or "demo") with the class that owns its architecture.
+
+        Args:
+            target: The checkpoint.
+            device: "auto", or a device that this machine has; never a fallback.
+            dtype: "auto" (the checkpoint's own), "float32", "float16" or "bfloat16".
+            max_model_len: Longest sequence in tokens; None is what the checkpoint says.
+            max_num_seqs: Most requests in one step.
+            max_num_batched_tokens: Most tokens in one step.
+            progress: Called as progress(bytes done, bytes in all) while weights stream.
+
+        Raises:
+            CheckpointError: the checkpoint is missing, damaged or does not fit its class.
+            PluginError: nobody owns the architecture, or the owner is broken.
+            DeviceError: the device or dtype is not there.
+        """
+        from torchplug import config
+        from torchplug.host.checkpoint import Checkpoint, open_checkpoint
+        from torchplug.host.devices import resolve_device, resolve_dtype
+        from torchplug.host.loading import build_module, default_max_model_len, load_weights
+        from torchplug.host.model import LoadedModel
+
+        checkpoint = target if isinstance(target, Checkpoint) else open_checkpoint(target)
+        model_class = self.model_class(checkpoint.architecture)
+        where = resolve_device(device)
+        defaults = getattr(model_class.cls, "config_defaults", {})
+        hf_config = config.HfConfig(checkpoint.config, source=checkpoint.config_source, defaults=defaults)
+        longest = default_max_model_len(checkpoint.config)
+        vllm_config = config.VllmConfig(
+            model_config=config.ModelConfig(
+                model=str(checkpoint.path),
+                hf_config=hf_config,
+                dtype=resolve_dtype(dtype, checkpoint.dtype, where),
+                max_model_len=longest if max_model_len is None else _within(max_model_len, longest, checkpoint),
+            ),
+            device_config=config.DeviceConfig(where),
+            scheduler_config=config.SchedulerConfig(max_num_seqs, max_num_batched_tokens),
+        )
+        subject = model_class.report.subject
+        module = build_module(model_class.cls, vllm_config, subject)
+        load_weights(module, checkpoint, where, subject, progress)
+        return LoadedModel(
+            module.eval(),
+            model_class.report,
+            vllm_config,
+            plugin=model_class.plugin,
+            checkpoint=checkpoint,
+            wrappers=self.wrappers(),
+        )
+
+
+class _Owners(Mapping[str, ModelPlugin]):
+    """Architecture to owner. Iteration lists every offered name; looking one up chooses its owner."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+
+    def __getitem__(self, architecture: str) -> ModelPlugin:
+        return self._catalogue.owner(architecture)
+
+    def __contains__(self, architecture: object) -> bool:
+        return architecture in self._catalogue.models
+
+    def __iter__(self) -> Any:
+        return iter(self._catalogue.models)
+
+    def __len__(self) -> int:
+        return len(self._catalogue.models)
+
+
+def subject_of(plugin: ModelPlugin) -> str:
+    """How errors name a model plugin: architecture, distribution, version and file."""
+    package = " ".join(part for part in (plugin.distribution, plugin.version) if part)
+    return f"plugin {plugin.architecture!r} ({', '.join(part for part in (package, plugin.value) if part)})"
+
+
+def _import(plugin: ModelPlugin) -> Any:
+    """The object that an entry point names. Whatever its import does wrong becomes an error that names the plugin."""
+    from torchplug.errors import PluginError, Problem
+
+    try:
+        return plugin.entry_point.load()
+    except (Exception, SystemExit) as error:
+        fix = _import_fix(error, plugin)
+        says = f"{type(error).__name__}: {error}"
+        raise PluginError(subject_of(plugin), Problem(f"import of {plugin.value}", says, fix)) from error
+
+
+def _import_fix(error: BaseException, plugin: ModelPlugin) -> str:
+    package = plugin.distribution or plugin.value.partition(":")[0]
+    if isinstance(error, ModuleNotFoundError) and error.name and not plugin.value.startswith(error.name):
+        missing = error.name.partition(".")[0]
+        return f"install what {package} needs: pip install {missing}, or pip install --force-reinstall {package}"
+    if isinstance(error, AttributeError) and plugin.entry_point.attr in str(error):
+        return f"the module has no {plugin.entry_point.attr}: correct the entry point of {package}, or upgrade it"
+    return f"upgrade or remove {package}: pip install --upgrade {package}"
+
+
+def _import_wrappers(catalogue: Catalogue) -> list[Wrapper]:
+    import warnings
+
+    from torchplug.errors import ContractError
+    from torchplug.host.wrappers import Wrapper
+
+    wrappers = []
+    for row in catalogue.wrappers:
+        package = " ".join(part for part in (row.distribution, row.version) if part)
+        subject = f"wrapper plugin {row.name!r} ({package}, {row.value})"
+        try:
+            wrappers.append(Wrapper(row.entry_point.load(), subject))
+        except ContractError as error:
+            warnings.warn(str(error), stacklevel=2)
+        except (Exception, SystemExit) as error:
+            warnings.warn(f"torchplug: {subject} is left out: {type(error).__name__}: {error}", stacklevel=2)
+    return wrappers
+
+
+def _within(asked: int, longest: int, checkpoint: Checkpoint) -> int:
+    from torchplug.errors import Problem, RequestError
+
+    if not 1 <= asked <= longest:
+        says = f"{asked} was asked for, {checkpoint.config_source} allows 1 to {longest} tokens"
+        raise RequestError("max_model_len", Problem("", says, f"use at most {longest}"))
+    return asked

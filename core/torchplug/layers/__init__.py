@@ -1,0 +1,41 @@
+"""What model plugins are built from. Every public name is importable from here; importing this package imports
+torch."""
+
+from torchplug.layers.activation import ActAndMul, SiluAndMul, get_act_and_mul, get_act_fn
+from torchplug.layers.attention import Attention, KVCacheSpec, allocate_kv_cache, copy_kv_cache
+from torchplug.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from torchplug.layers.linear import (
+    ColumnParallelLinear,
+    Linear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from torchplug.layers.norm import RMSNorm
+from torchplug.layers.rotary import RotaryEmbedding, Rotation, apply_rotary, rope_from_config
+from torchplug.layers.weights import WeightsMismatch, load_weights
+
+__all__ = [
+    "ActAndMul",
+    "Attention",
+    "ColumnParallelLinear",
+    "KVCacheSpec",
+    "Linear",
+    "MergedColumnParallelLinear",
+    "ParallelLMHead",
+    "QKVParallelLinear",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "Rotation",
+    "RowParallelLinear",
+    "SiluAndMul",
+    "VocabParallelEmbedding",
+    "WeightsMismatch",
+    "allocate_kv_cache",
+    "apply_rotary",
+    "copy_kv_cache",
+    "get_act_and_mul",
+    "get_act_fn",
+    "load_weights",
+    "rope_from_config",
+]

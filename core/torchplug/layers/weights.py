@@ -1,0 +1,223 @@
+"""Fill a module's parameters from a stream of named checkpoint tensors, and report everything that does not fit at
+once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from torchplug.errors import CheckpointError, Problem
+
+# Checkpoints of years past hold this buffer; it follows from the config.
+_DERIVED = ("rotary_emb.inv_freq",)
+
+_UNEXPECTED = "is in the checkpoint, but the model class has no such parameter"
+_FIX_NAMES = (
+    "if the class is right for this checkpoint, name them in `rename`, `packed` or `skip` of its own "
+    "load_weights; otherwise check `architectures` in config.json"
+)
+_FIX_VALUES = "check that config.json belongs to these weights and that the files are whole"
+
+
+class WeightsMismatch(CheckpointError):
+    """Checkpoint tensors that do not fit a module: unexpected names, wrong shapes, parts of fused parameters that never
+    came.
+
+    `loaded` are the parameters that a tensor came for, whether or not it fitted; what else the module has is missing.
+    """
+
+    def __init__(self, subject: str, problems: Iterable[Problem], loaded: set[str]) -> None:
+        super().__init__(subject, problems)
+        self.loaded = loaded
+
+
+def load_weights(
+    module: nn.Module,
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    rename: Mapping[str, str] | None = None,
+    skip: Sequence[str] = (),
+    packed: Mapping[str, Sequence[str]] | None = None,
+    transposed: Sequence[str] = (),
+) -> set[str]:
+    """Fill the parameters and persistent buffers of `module` by name; a class's own `load_weights` is usually a call of
+    this.
+
+    Args:
+        module: Its parameters are materialised on their device; tensors are copied there and cast.
+        weights: (checkpoint name, tensor) pairs; read to the end even when something does not fit.
+        rename: Runs of whole dotted components of checkpoint names and what the module calls them, applied in order:
+            {"transformer": "model", "attn.c_proj": "self_attn.o_proj"}; an empty text drops the run.
+        skip: Checkpoint names to leave out. An entry matches a whole name or the end of one after a dot, and may hold
+            `*` and `?`.
+        packed: The class's `packed_modules_mapping`: fused module and the ordered names of its parts in checkpoints,
+            {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}. A checkpoint that holds the fused tensor itself is taken too.
+        transposed: Checkpoint names, matched as in `skip`, of matrices stored as [in, out], as GPT-2's Conv1D does.
+
+    Returns the names of what was filled, each tied parameter under all its names.
+
+    A part of a fused parameter goes through `weight_loader(param, tensor, shard_id)` with its place in the packed list,
+    a whole tensor through `weight_loader(param, tensor)` where there is one: an attribute of the parameter, or else a
+    method of the module that owns it. It refuses a tensor with ValueError. A tensor for the second name of a tied
+    parameter (`lm_head.weight` of a tied model) is used only if none comes for the first.
+
+    Raises WeightsMismatch after the last pair, with all problems.
+    """
+    with torch.no_grad():
+        filling = _Filling(module, packed or {})
+        for name, tensor in weights:
+            if _matches(name, skip) or _matches(name, _DERIVED):
+                continue
+            if _matches(name, transposed):
+                tensor = tensor.t() if tensor.dim() == 2 else tensor
+            filling.take(name, _renamed(name, rename or {}), tensor)
+        return filling.finish()
+
+
+def grouped_names(names: Iterable[str]) -> list[str]:
+    """Names that differ only in numbers as one, `layers.{0-29}.bias`, wherever that stands for exactly the names given;
+    sorted."""
+    families: dict[tuple[str, ...], list[tuple[int, ...]]] = defaultdict(list)
+    for name in sorted(set(names)):
+        parts = name.split(".")
+        families[tuple("#" if p.isdecimal() else p for p in parts)].append(
+            tuple(int(p) for p in parts if p.isdecimal())
+        )
+    lines = []
+    for pattern, members in families.items():
+        columns = [sorted(set(column)) for column in zip(*members, strict=True)]
+        product = 1
+        for column in columns:
+            product *= len(column)
+        if product == len(members):
+            ranges = iter(_ranges(column) for column in columns)
+            lines.append(".".join(next(ranges) if p == "#" else p for p in pattern))
+        else:
+            for member in sorted(members):
+                numbers = iter(member)
+                lines.append(".".join(str(next(numbers)) if p == "#" else p for p in pattern))
+    return sorted(lines)
+
+
+class _Filling:
+    """The state of one `load_weights` call."""
+
+    def __init__(self, module: nn.Module, packed: Mapping[str, Sequence[str]]) -> None:
+        self.subject = f"weights for {type(module).__name__}"
+        self.owners = dict(module.named_modules(remove_duplicate=False))
+        self.targets: dict[str, Tensor] = module.state_dict(keep_vars=True)
+        # A tied parameter's first name in the module stands for it.
+        self.names_of: dict[int, list[str]] = defaultdict(list)
+        for name, target in self.targets.items():
+            self.names_of[id(target)].append(name)
+        self.packed = packed
+        self.parts = {part: (fused, place) for fused, parts in packed.items() for place, part in enumerate(parts)}
+        self.filled: dict[str, set[int | None]] = defaultdict(set)
+        self.second: dict[str, tuple[str, Tensor]] = {}
+        self.problems: dict[tuple[str, str], list[str]] = defaultdict(list)
+
+    def take(self, source: str, name: str, tensor: Tensor) -> None:
+        """One tensor, called `source` in the checkpoint and `name` in the module."""
+        shard: int | None = None
+        if name not in self.targets:
+            found = self._fused(name)
+            if found is None:
+                self.problems[_UNEXPECTED, _FIX_NAMES].append(source)
+                return
+            name, shard = found
+        first = self.names_of[id(self.targets[name])][0]
+        if name != first:
+            self.second.setdefault(first, (source, tensor))
+            return
+        self._fill(source, name, tensor, shard)
+
+    def finish(self) -> set[str]:
+        for first, (source, tensor) in self.second.items():
+            if first not in self.filled:
+                self._fill(source, first, tensor, None)
+        for name, shards in self.filled.items():
+            if None in shards:
+                continue
+            fused = next(component for component in name.split(".") if component in self.packed)
+            absent = [part for place, part in enumerate(self.packed[fused]) if place not in shards]
+            if absent:
+                self.problems[
+                    f"{', '.join(absent)} never came; the other parts of this fused parameter did", _FIX_VALUES
+                ].append(name)
+        loaded = {alias for name in self.filled for alias in self.names_of[id(self.targets[name])]}
+        if self.problems:
+            raise WeightsMismatch(
+                self.subject,
+                [
+                    Problem(name, says, fix)
+                    for (says, fix), names in self.problems.items()
+                    for name in grouped_names(names)
+                ],
+                loaded,
+            )
+        return loaded
+
+    def _fused(self, name: str) -> tuple[str, int] | None:
+        components = name.split(".")
+        for at, component in enumerate(components):
+            if component in self.parts:
+                fused, place = self.parts[component]
+                target = ".".join((*components[:at], fused, *components[at + 1 :]))
+                if target in self.targets:
+                    return target, place
+        return None
+
+    def _fill(self, source: str, name: str, tensor: Tensor, shard: int | None) -> None:
+        target, before = self.targets[name], self.filled[name]
+        if shard in before or None in before or (shard is None and before):
+            self.problems["came more than once", _FIX_VALUES].append(source)
+            return
+        before.add(shard)
+        if target.is_floating_point() and not tensor.is_floating_point():
+            self.problems[f"expected floating-point numbers, found {_dtype(tensor)}", _FIX_VALUES].append(source)
+            return
+        loader = getattr(target, "weight_loader", None) or getattr(
+            self.owners[name.rpartition(".")[0]], "weight_loader", None
+        )
+        try:
+            if loader is not None:
+                loader(target, tensor) if shard is None else loader(target, tensor, shard)
+            elif shard is not None:
+                raise ValueError(f"is a part of {name}, which has no weight_loader to put it in place")
+            elif target.shape != tensor.shape:
+                raise ValueError(f"expected shape {list(target.shape)}, found {list(tensor.shape)}")
+            else:
+                target.copy_(tensor)
+        except (ValueError, RuntimeError) as error:
+            self.problems[str(error).splitlines()[0], _FIX_VALUES].append(source)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
+
+
+def _renamed(name: str, rename: Mapping[str, str]) -> str:
+    dotted = f".{name}."
+    for old, new in rename.items():
+        dotted = dotted.replace(f".{old}.", f".{new}." if new else ".")
+    return dotted.strip(".")
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "{0-2,5}"; a single number stays bare."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    runs = []
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return "{" + ",".join(runs) + "}"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
