@@ -84,11 +84,12 @@ def _effect(code: CodeType) -> tuple[tuple[str, object], ...]:
     """Bytecode in a form that two functions with the same effect share.
 
     Constants count by value, not by index, which a docstring shifts; a text counts as any text, since in the bodies
-    compared here it is an error's message.
+    compared here it is an error's message; a NOP, which only holds the line number of a `pass`, does not count.
     """
     return tuple(
         (step.opname, str if "CONST" in step.opname and isinstance(step.argval, str) else step.argval)
         for step in dis.get_instructions(code)
+        if step.opname != "NOP"
     )
 
 

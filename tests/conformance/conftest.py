@@ -9,10 +9,10 @@ import torch
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Small matrices are faster on one thread; a module that wants more sets `THREADS`."""
+def one_thread() -> Iterator[None]:
+    """Small matrices are faster on one thread, and two that wait for each other on a busy machine are far slower."""
     before = torch.get_num_threads()
-    torch.set_num_threads(getattr(request.module, "THREADS", 1))
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 

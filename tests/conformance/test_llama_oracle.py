@@ -111,6 +111,26 @@ def test_logprobs_of_greedy_tokens_equal_transformers(grouped: Reference) -> Non
         assert ours[token].rank == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("explicit_head_dim", 256),
+        ("linear", 640),  # interpolated 2.5 times
+        ("dynamic", 64),
+        ("dynamic_old_spelling", 64),
+        ("llama3", 256),  # max_position_embeddings is the extended length already
+        ("yarn", 256),  # four times the original 64
+        ("yarn_original_length_absent", 256),  # max_position_embeddings is the original length
+        ("keys_with_defaults_absent", 2048),
+    ],
+)
+def test_rope_scaling_extends_the_longest_sequence(host: Any, tmp_path: Path, name: str, tokens: int) -> None:
+    case = CASES[name]
+    checkpoints.write_checkpoint(tmp_path, case.config, seed=case.seed, **case.options)
+    loaded = host.load(str(tmp_path), device="cpu", dtype="float32")
+    assert loaded.vllm_config.model_config.max_model_len == tokens
+
+
 def test_another_activation_equals_transformers_or_is_refused_by_name(host: Any, tmp_path: Path) -> None:
     directory = checkpoints.write_checkpoint(tmp_path, ODD | {"hidden_act": "gelu_pytorch_tanh"}, seed=0)
     (prompt,) = checkpoints.random_prompts(ODD["vocab_size"], (40,))

@@ -20,7 +20,6 @@ from checkpoints import Continuation, assert_same_logits, assert_same_tokens, mo
 
 pytestmark = pytest.mark.oracle
 
-THREADS = 2
 MAX_TOKENS = 64
 NEAR_TIE = 1e-4  # of the range of a step's logits
 

@@ -100,7 +100,7 @@ class CommandGroup(click.Group):
             sys.exit(error.exit_code)
         except (KeyboardInterrupt, click.Abort) as error:
             # click turns the end of input at one of its prompts into Abort too; that is not an interrupt.
-            sys.exit(1 if isinstance(error.__cause__, EOFError) else INTERRUPTED)
+            sys.exit(1 if isinstance(error.__context__, EOFError) else INTERRUPTED)
         except BrokenPipeError:
             _leave_a_closed_pipe()
         # A command's own exit code (`ctx.exit(1)`) comes back as an int; every other result of a command means success.
@@ -114,6 +114,7 @@ def _leave_a_closed_pipe() -> NoReturn:
 
 
 @click.group(
+    "torchplug",
     cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="A plugin is a pip package. `torchplug COMMAND --help` says more about a command.",

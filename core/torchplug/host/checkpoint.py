@@ -137,10 +137,13 @@ def open_checkpoint(target: str | os.PathLike[str]) -> Checkpoint:
     name = os.fspath(target)
     if isinstance(target, str) and target in ALIASES:
         return GgufCheckpoint(target, find_demo_model())
-    path = Path(name).expanduser()
     subject = f"checkpoint {name!r}"
-    if not name or "\0" in name or not path.exists():
-        says = "there is no such file or directory"
+    try:
+        path = Path(name).expanduser()
+        found, says = bool(name) and path.exists(), "there is no such file or directory"
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a zero byte, a home that is not known
+        found, says = False, f"cannot be looked up: {error}"
+    if not found:
         fix = "give the path of a checkpoint directory or of a .gguf file, or `demo` for the demo model"
         raise CheckpointError(subject, Problem("", says, fix))
     if path.is_dir():

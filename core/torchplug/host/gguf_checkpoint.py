@@ -39,12 +39,12 @@ class GgufCheckpoint(Checkpoint):
     @cached_property
     def special_tokens(self) -> dict[str, str]:  # type: ignore[override]
         """Computed on first use: it takes decoding the vocabulary."""
-        return self._text.special_tokens if self._text else {}
+        return self.vocabulary.special_tokens if self.vocabulary else {}
 
     @cached_property
     def add_bos_token(self) -> bool | None:  # type: ignore[override]
         """Computed on first use, as `special_tokens`."""
-        return self._text.add_bos if self._text else None
+        return self.vocabulary.add_bos if self.vocabulary else None
 
     def tensors(self) -> dict[str, TensorInfo]:
         return {
@@ -67,10 +67,10 @@ class GgufCheckpoint(Checkpoint):
         return sum(4 * math.prod(tensor.shape) for tensor in self._tensors.values())
 
     def tokenizer(self) -> Tokenizer:
-        return (self._text or GgufTokenizer(self._file)).build()
+        return (self.vocabulary or GgufTokenizer(self._file)).build()
 
     @cached_property
-    def _text(self) -> GgufTokenizer | None:
+    def vocabulary(self) -> GgufTokenizer | None:
         """None where the file says nothing of tokens: a model without a tokenizer can still be run on token ids."""
         return GgufTokenizer(self._file) if self._file.text("tokenizer.ggml.model") not in (None, "none") else None
 

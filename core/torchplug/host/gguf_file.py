@@ -228,6 +228,8 @@ class GgufFile:
             self._refuse(f"metadata key {number} is {text.length:,} bytes long; {_LONGEST_KEY:,} are allowed")
         key = self._decoded(text, f"the name of metadata key {number}")
         what = f"the metadata under {shown(key)}"
+        if not key:
+            self._refuse(f"metadata key {number} has no name")
         if key in self._metadata:
             self._refuse(f"has the metadata key {shown(key)} twice")
         self._need(position, 4, what)
@@ -240,7 +242,8 @@ class GgufFile:
         elif kind in _SCALARS:
             form = _SCALARS[kind][1]
             self._need(position, struct.calcsize(form), what)
-            (self._metadata[key],) = struct.unpack_from(form, self._map, position)
+            (value,) = struct.unpack_from(form, self._map, position)
+            self._metadata[key] = _decimal(value) if form == "<f" else value
             position += struct.calcsize(form)
         else:
             self._refuse(f"{what} has the unknown value type {kind}")
@@ -341,3 +344,12 @@ class GgufFile:
 
     def _refuse(self, says: str, fix: str = _COPY_AGAIN) -> NoReturn:
         raise CheckpointError(f"GGUF file {str(self.path)!r}", Problem("", says, fix))
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal number that is `value` in float32: the 1e-05 that was meant, not 9.999999747378752e-06."""
+    for digits in range(6, 9):
+        near = float(f"{value:.{digits}g}")
+        if array("f", (near,))[0] == value:
+            return near
+    return value

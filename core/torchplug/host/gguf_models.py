@@ -184,6 +184,7 @@ def _llama_config(file: GgufFile) -> dict[str, Any]:
         token = file.integer(f"tokenizer.ggml.{key}_token_id")
         if token is not None:
             config[f"{name}_token_id"] = token
+    keys.done()
     for key in ("num_attention_heads", "num_key_value_heads"):
         stem = "attn_q" if key == "num_attention_heads" else "attn_k"
         for name, tensor in file.tensors.items():

@@ -64,7 +64,7 @@ def defined_names(file: Path) -> frozenset[str] | None:
     except RecursionError:
         return None
     except ValueError as error:
-        # A null byte is a ValueError on Python 3.11 and a SyntaxError from 3.12 on.
+        # A null byte is a ValueError up to Python 3.11.3 and a SyntaxError after it.
         raise SyntaxError(str(error)) from None
     return None if "*" in names or "__getattr__" in names else names
 

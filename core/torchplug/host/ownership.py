@@ -56,8 +56,8 @@ def unmet_choices(catalogue: Catalogue) -> list[str]:
             )
         elif not any(_is_from(row, distribution) for row in offers):
             texts.append(
-                f"owner {architecture}={distribution}: {distribution!r} does not offer {architecture!r}, "
-                f"{_listed(row.distribution for row in offers)} does"
+                f"owner {architecture}={distribution}: {distribution!r} does not offer {architecture!r}; "
+                f"it is offered by {_listed(row.distribution for row in offers)}"
             )
     return texts
 
@@ -113,7 +113,7 @@ def _absent(catalogue: Catalogue, architecture: str, chosen: str | None) -> list
         problems.append(
             Problem(
                 "",
-                f"distribution {chosen!r} was chosen and does not offer it; {_listed(names)} does"
+                f"distribution {chosen!r} was chosen and does not offer it; it is offered by {_listed(names)}"
                 + did_you_mean(chosen, names),
                 f"choose {_listed(names)}, or install a version of {chosen!r} that offers it",
             )

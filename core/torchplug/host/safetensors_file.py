@@ -45,7 +45,8 @@ DTYPES: dict[str, tuple[str, int]] = {
 }
 
 _COPY_AGAIN = "the file is damaged or incomplete: copy or download it again"
-# First bytes of the formats that are most often renamed to .safetensors by mistake.
+# First bytes of pytorch files, which are at times renamed to .safetensors. They decide nothing by themselves: a header of
+# 640 bytes begins with the same two.
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
@@ -76,8 +77,12 @@ def read_header(path: Path, problems: list[Problem]) -> dict[str, StoredTensor]:
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
             says = _bad_length(prefix, length, size)
+            if says and prefix.startswith(_PICKLES):
+                says = "is a pickle (pytorch) file with the name of a safetensors file; pickle can run code, is never opened"
+                problems.append(Problem(str(path), says, _CONVERT))
+                return {}
             if says:
-                problems.append(Problem(str(path), says, _COPY_AGAIN if not prefix.startswith(_PICKLES) else _CONVERT))
+                problems.append(Problem(str(path), says, _COPY_AGAIN))
                 return {}
             raw = file.read(length)
     except OSError as error:
@@ -125,8 +130,6 @@ _CONVERT = (
 
 
 def _bad_length(prefix: bytes, length: int, size: int) -> str:
-    if prefix.startswith(_PICKLES):
-        return "is a pickle (pytorch) file with the name of a safetensors file; pickle can run code and is never opened"
     if len(prefix) < 8:
         return f"has {size} bytes; a safetensors file has at least 8"
     if length > MOST_HEADER_BYTES:

@@ -116,9 +116,9 @@ class Selection:
         if self.text is None:
             return f"everything ({VARIABLE} is not set)"
         remarks = [self.source] if self.source else []
-        if not self.everything and not self._positions:
+        if not self.everything and self._removed.issuperset(self._positions):
             remarks.append("nothing is enabled")
-        return f"{self.text!r}{f' ({', '.join(remarks)})' if remarks else ''}"
+        return f"{self.text!r} ({', '.join(remarks)})" if remarks else repr(self.text)
 
 
 def _entries(text: str) -> list[str]:

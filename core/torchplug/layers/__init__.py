@@ -12,7 +12,8 @@ from torchplug.layers.linear import (
     RowParallelLinear,
 )
 from torchplug.layers.norm import RMSNorm
-from torchplug.layers.rotary import RotaryEmbedding, Rotation, apply_rotary, rope_from_config
+from torchplug.layers.rope_scaling import rope_from_config
+from torchplug.layers.rotary import RotaryEmbedding, Rotation, apply_rotary
 from torchplug.layers.weights import WeightsMismatch, load_weights
 
 __all__ = [

@@ -1,23 +1,18 @@
-"""Rotary position embedding and its context-extending variants, from either spelling of a config.
+"""Rotary position embedding: the rotation of a step's tokens, and turning heads by it.
 
 A model computes the rotation of a step once, `rotation = rotary_emb(positions, dtype)`, and hands it to every layer; a
-layer turns all its query and key heads in one call, `apply_rotary(qk, rotation)`. Sources: Su et al., RoFormer, 2021,
-section 3.2.2 (the rotation); Chen et al., Position Interpolation, 2023 ("linear"); Peng et al., YaRN, 2023, section 3.1
-(NTK-aware: "dynamic") and 3.2 ("yarn"); Llama 3.1's release ("llama3").
+layer turns all its query and key heads in one call, `apply_rotary(qk, rotation, head_size)`. Source: Su et al.,
+RoFormer, 2021, section 3.2.2.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from torchplug.config import HfConfig
-from torchplug.errors import CheckpointError, Problem
 from torchplug.forward_context import get_forward_context
 
 
@@ -71,6 +66,9 @@ class RotaryEmbedding(nn.Module):
     answer saves.
     """
 
+    depends_on_length: ClassVar[bool] = False
+    """Whether a token's rotation depends on more than its position, so that cutting a prompt into steps matters."""
+
     inv_freq: Tensor
     _signed_scaling: Tensor
 
@@ -108,12 +106,11 @@ class DynamicNTKRotaryEmbedding(RotaryEmbedding):
     """Frequencies whose base grows with the length of the sequence, once it is past the trained length.
 
     A token is turned with the base for the length that its request has after the step that computes it, and keys
-    already in the cache keep their
-    rotation: this is what transformers' `generate` does for one prompt. So a prompt longer than the trained length
-    comes out as there only if one step computes it whole: with this type, and past the trained length only, how a
-    prompt is cut into steps changes the result, and a cached prefix is valid only for prompts of the same length.
-    `depends_on_length` tells an engine so. Unlike transformers, a request's base depends on its own length, never on
-    its neighbours in the batch or on the request before.
+    already in the cache keep their rotation: this is what transformers' `generate` does for one prompt. So a prompt
+    longer than the trained length comes out as there only if one step computes it whole: with this type, and past the
+    trained length only, how a prompt is cut into steps changes the result, and a cached prefix is valid only for
+    prompts of the same length. `depends_on_length` tells an engine so. Unlike transformers, a request's base depends on
+    its own length, never on its neighbours in the batch or on the request before.
 
     Args:
         theta: Base at and below the trained length.
@@ -123,11 +120,12 @@ class DynamicNTKRotaryEmbedding(RotaryEmbedding):
     """
 
     depends_on_length = True
+    _exponents: Tensor
 
     def __init__(
         self, theta: float, factor: float, max_positions: int, rotary_dim: int, *, interleaved: bool = False
     ) -> None:
-        super().__init__(_inv_freq(theta, rotary_dim), interleaved=interleaved)
+        super().__init__(inverse_frequencies(theta, rotary_dim), interleaved=interleaved)
         self.theta = theta
         self.factor = factor
         self.max_positions = max_positions
@@ -135,8 +133,6 @@ class DynamicNTKRotaryEmbedding(RotaryEmbedding):
         self.register_buffer(
             "_exponents", torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim, persistent=False
         )
-
-    _exponents: Tensor
 
     def _frequencies(self, positions: Tensor) -> Tensor:
         context = get_forward_context()
@@ -152,150 +148,7 @@ class DynamicNTKRotaryEmbedding(RotaryEmbedding):
         return 1.0 / base[:, None] ** self._exponents
 
 
-def rope_from_config(
-    hf_config: HfConfig, head_dim: int, max_positions: int, *, interleaved: bool = False, theta: float = 10_000.0
-) -> RotaryEmbedding:
-    """The rotary embedding that a config asks for.
-
-    Args:
-        hf_config: Has `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` with "rope_type" or "type"
-            (before), or neither. Where a file has both spellings, `rope_scaling` wins, as in transformers.
-            `partial_rotary_factor` may stand inside or beside.
-        head_dim: Size of one head.
-        max_positions: The model's `max_position_embeddings`.
-        interleaved: Style of the pairs, which the architecture decides, not the config.
-        theta: Base of a config that names none.
-
-    Raises CheckpointError naming the key: an unknown type (the known ones are listed), a key that the type needs, a
-    value that is no number or out of range, parameters per layer type.
-    """
-    spelling = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
-    found = hf_config.get(spelling)
-    values = found.to_dict() if isinstance(found, HfConfig) else {}
-    parameters = _Parameters(values, spelling, getattr(hf_config, "_source", "config.json"))
-    nested = [key for key, value in values.items() if isinstance(value, Mapping)]
-    if nested:
-        raise parameters.error(
-            nested[0],
-            "holds parameters for one layer type",
-            "this model class takes one set of rotary parameters for all layers",
-        )
-    for beside in ("rope_theta", "partial_rotary_factor"):
-        if values.get(beside) is None and hf_config.get(beside) is not None:
-            values[beside] = hf_config.get(beside)
-    if hf_config.get("original_max_position_embeddings") is not None:
-        values["original_max_position_embeddings"] = hf_config.get("original_max_position_embeddings")
-
-    kind = values.get("rope_type") or values.get("type") or "default"
-    if kind not in _BUILDERS:
-        key = "rope_type" if values.get("rope_type") else "type"
-        raise parameters.error(key, f"{kind!r} is not a known type", f"one of {', '.join(sorted(_BUILDERS))}")
-    base = parameters.number("rope_theta", theta)
-    rotary_dim = int(head_dim * parameters.number("partial_rotary_factor", 1.0))
-    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
-        raise parameters.error(
-            "partial_rotary_factor",
-            f"turns {rotary_dim} of {head_dim} dimensions of a head",
-            "an even number of dimensions from 2 to the head size",
-        )
-    return _BUILDERS[kind](parameters, base, rotary_dim, max_positions, interleaved)
-
-
-class _Parameters:
-    """The rotary parameters of one config, read with errors that name the key and the file."""
-
-    def __init__(self, values: dict[str, Any], spelling: str, source: str) -> None:
-        self.values = values
-        self.spelling = spelling
-        self.source = source
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.values.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise self.error(key, "is needed by this type and missing", "add it, as the model's authors published it")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(
-                key, f"expected a number above 0, found {value!r}", "correct it, as the model's authors published it"
-            )
-        return value
-
-    def error(self, key: str, says: str, fix: str) -> CheckpointError:
-        return CheckpointError(f"checkpoint config {self.source}", Problem(f"{self.spelling}.{key}", says, fix))
-
-
-def _inv_freq(theta: float, rotary_dim: int) -> Tensor:
+def inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
+    """float32 [rotary_dim / 2], theta ** (-2i / rotary_dim): the angle per position of pair i."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     return 1.0 / theta**exponents
-
-
-def _default(p: _Parameters, theta: float, rotary_dim: int, max_positions: int, interleaved: bool) -> RotaryEmbedding:
-    return RotaryEmbedding(_inv_freq(theta, rotary_dim), interleaved=interleaved)
-
-
-def _linear(p: _Parameters, theta: float, rotary_dim: int, max_positions: int, interleaved: bool) -> RotaryEmbedding:
-    return RotaryEmbedding(_inv_freq(theta, rotary_dim) / p.number("factor"), interleaved=interleaved)
-
-
-def _dynamic(p: _Parameters, theta: float, rotary_dim: int, max_positions: int, interleaved: bool) -> RotaryEmbedding:
-    return DynamicNTKRotaryEmbedding(theta, p.number("factor"), max_positions, rotary_dim, interleaved=interleaved)
-
-
-def _llama3(p: _Parameters, theta: float, rotary_dim: int, max_positions: int, interleaved: bool) -> RotaryEmbedding:
-    """Slow pairs are stretched by `factor`, fast ones stay, those between are blended by how often they turn in the
-    trained length."""
-    factor, low, high = p.number("factor"), p.number("low_freq_factor"), p.number("high_freq_factor")
-    trained = p.number("original_max_position_embeddings", max_positions)
-    if low >= high:
-        raise p.error(
-            "low_freq_factor",
-            f"{low} is not below high_freq_factor {high}",
-            "correct it, as the model's authors published it",
-        )
-    plain = _inv_freq(theta, rotary_dim)
-    turns = trained * plain / (2 * math.pi)
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    return RotaryEmbedding((1 - share) * plain / factor + share * plain, interleaved=interleaved)
-
-
-def _yarn(p: _Parameters, theta: float, rotary_dim: int, max_positions: int, interleaved: bool) -> RotaryEmbedding:
-    """Pairs that turn more than `beta_fast` times in the trained length stay, less than `beta_slow` are stretched, a
-    ramp over their index between."""
-    trained = p.number("original_max_position_embeddings", max_positions)
-    factor = p.number("factor", max_positions / trained)
-
-    def index_of(turns: float) -> float:
-        return rotary_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = index_of(p.number("beta_fast", 32)), index_of(p.number("beta_slow", 1))
-    if p.values.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotary_dim - 1)
-    if low == high:
-        high += 0.001
-    plain = _inv_freq(theta, rotary_dim)
-    stretched = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    inv_freq = plain / factor * stretched + plain * (1 - stretched)
-    return RotaryEmbedding(inv_freq, attention_scaling=_yarn_temperature(p, factor), interleaved=interleaved)
-
-
-def _yarn_temperature(p: _Parameters, factor: float) -> float:
-    if p.values.get("attention_factor") is not None:
-        return p.number("attention_factor")
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    if p.values.get("mscale") and p.values.get("mscale_all_dim"):
-        return mscale(p.number("mscale")) / mscale(p.number("mscale_all_dim"))
-    return mscale(1.0)
-
-
-_BUILDERS: Mapping[str, Callable[[_Parameters, float, int, int, bool], RotaryEmbedding]] = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "llama3": _llama3,
-    "yarn": _yarn,
-}

@@ -1,0 +1,126 @@
+"""`torchplug generate`: answer one prompt, or several in one batch."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from torchplug.cli.answer import AnswerWriter
+from torchplug.cli.model_options import Choices, model_options
+from torchplug.cli.options import json_option, print_json
+from torchplug.engine.sampling_params import RequestOutputKind
+
+if TYPE_CHECKING:
+    from torchplug.engine.llm import LLM
+    from torchplug.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from torchplug.engine.prompts import Prompt
+    from torchplug.engine.sampling_params import SamplingParams
+
+
+@click.command()
+@click.argument("prompts", nargs=-1, required=True, metavar="PROMPT...")
+@model_options(max_tokens=256)
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
+@click.option(
+    "--logprobs", type=int, metavar="N", help="Show each token's log-probability and the N most probable ones."
+)
+@json_option
+def generate(choices: Choices, prompts: tuple[str, ...], raw: bool, logprobs: int | None, as_json: bool) -> None:
+    """Answer each PROMPT; `-` is read from standard input.
+
+    The model's chat template is applied where it has one. Answers go to standard output as they are written, figures
+    to standard error.
+
+        torchplug generate "What is the capital of France?"
+    """
+    if raw and choices.system is not None:
+        raise click.UsageError("--system is a message of a conversation; --raw has none")
+    params = choices.sampling_params(logprobs=logprobs)
+    texts = [_standard_input() if prompt == "-" else prompt for prompt in prompts]
+    with choices.open_llm() as llm:
+        requests = [_prompt(llm, text, choices.system, raw) for text in texts]
+        if as_json:
+            outputs = llm.generate(requests, params, use_tqdm=False)
+            print_json([_as_dict(text, output) for text, output in zip(texts, outputs, strict=True)])
+        else:
+            _stream(llm, texts, requests, params)
+
+
+def _standard_input() -> str:
+    return sys.stdin.read().removesuffix("\n")
+
+
+def _prompt(llm: LLM, text: str, system: str | None, raw: bool) -> Prompt:
+    tokenizer = llm.get_tokenizer()
+    if raw or (tokenizer.chat_template is None and system is None):
+        return text
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    written = tokenizer.render_chat(messages, add_generation_prompt=True)
+    return {"prompt": written, "prompt_token_ids": tokenizer.encode(written, add_special_tokens=False)}
+
+
+def _stream(llm: LLM, texts: list[str], prompts: list[Prompt], params: SamplingParams) -> None:
+    """Run all prompts in one batch; each answer is shown as it comes, once those before it are complete."""
+    engine, writer = llm.llm_engine, AnswerWriter()
+    params = replace(params, output_kind=RequestOutputKind.DELTA)
+    arrived: dict[str, deque[RequestOutput]] = {}
+    for index, prompt in enumerate(prompts):
+        name = f"prompt {index}"
+        engine.add_request(name, prompt, params)
+        arrived[name] = deque()
+
+    def parts(name: str) -> Iterator[CompletionOutput]:
+        finished = False
+        while not finished:
+            while not arrived[name]:
+                for output in engine.step():
+                    arrived[output.request_id].append(output)
+                    writer.count(len(output.outputs[0].token_ids))
+            output = arrived[name].popleft()
+            finished = output.finished
+            yield output.outputs[0]
+
+    try:
+        for text, name in zip(texts, arrived, strict=True):
+            if len(texts) > 1:
+                writer.write(f">>> {text}\n")
+            logprobs: list[dict[int, Logprob]] = []
+            for part in parts(name):
+                writer.write(part.text)
+                logprobs += part.logprobs or []
+            writer.end_line()
+            for entries in logprobs:
+                writer.write(_logprob_line(entries))
+    finally:
+        writer.end_line()
+    writer.print_figures()
+
+
+def _logprob_line(entries: dict[int, Logprob]) -> str:
+    """The sampled token, then the most probable ones: `-0.013 'Paris'   -4.52 'Lyon'`."""
+    return "   ".join(f"{entry.logprob:8.3f} {entry.decoded_token!r}" for entry in entries.values()) + "\n"
+
+
+def _as_dict(text: str, output: RequestOutput) -> dict[str, Any]:
+    (answer,) = output.outputs
+    result: dict[str, Any] = {
+        "prompt": text,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "token_ids": answer.token_ids,
+    }
+    if answer.logprobs is not None:
+        result["logprobs"] = [
+            [{"token_id": token_id, **asdict(entry)} for token_id, entry in entries.items()]
+            for entries in answer.logprobs
+        ]
+    return result

@@ -1,0 +1,281 @@
+"""`LLM`: vLLM's calls and results, on a small checkpoint and on the demo model."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torchplug.engine.llm import LLM
+from torchplug.engine.sampling_params import SamplingParams
+from torchplug.errors import CheckpointError, RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+CHAT = [{"role": "user", "content": "the capital of France"}]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_checkpoint):
+    torch.set_num_threads(1)
+    with LLM(tiny_checkpoint, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=16) as llm:
+        yield llm
+
+
+def tokens(output) -> list[int]:
+    return output.outputs[0].token_ids
+
+
+def test_every_form_of_prompt_gives_the_same_answer(llm):
+    text = "the capital"
+    ids = llm.get_tokenizer().encode(text)
+    forms = [
+        text,
+        [text],
+        {"prompt": text},
+        {"prompt_token_ids": ids},
+        ids,
+        [{"prompt": text, "prompt_token_ids": ids}],
+    ]
+    answers = [llm.generate(form, GREEDY, use_tqdm=False) for form in forms]
+    assert len({tuple(tokens(answer)) for (answer,) in answers}) == 1
+    (first,) = answers[0]
+    assert (first.prompt, first.prompt_token_ids, first.finished) == (text, ids, True)
+    assert first.outputs[0].text == llm.get_tokenizer().decode(tokens(first), skip_special_tokens=True)
+    assert answers[3][0].prompt is None
+    assert len({answer.request_id for (answer,) in answers}) == len(forms)
+
+
+def test_results_come_in_the_order_of_the_prompts_with_parameters_of_their_own(llm):
+    prompts = ["the", "capital of France is " * 5, "Paris", "of", "is", "user"]
+    params = [dataclasses.replace(GREEDY, max_tokens=n) for n in (9, 1, 5, 2, 12, 3)]
+    outputs = llm.generate(prompts, params)
+    assert [output.prompt for output in outputs] == prompts
+    assert [len(tokens(output)) for output in outputs] == [9, 1, 5, 2, 12, 3]
+    assert outputs == [
+        dataclasses.replace(llm.generate(prompt, one)[0], request_id=output.request_id)
+        for prompt, one, output in zip(prompts, params, outputs, strict=True)
+    ]
+
+
+def test_nothing_to_generate_is_nothing(llm):
+    assert llm.generate([]) == []
+
+
+def test_chat_applies_the_template(llm):
+    (answer,) = llm.chat(CHAT, GREEDY)
+    assert answer.prompt == "<s>user: the capital of France</s>\n<s>assistant:"
+    assert tokens(answer) == tokens(llm.generate(answer.prompt, GREEDY)[0])
+    several = llm.chat([CHAT, [{"role": "system", "content": "x"}, *CHAT]], GREEDY)
+    assert tokens(several[0]) == tokens(answer) and several[1].prompt.startswith("<s>system: x</s>")
+    (other,) = llm.chat(CHAT, GREEDY, chat_template="{{ messages[0].content }}{{ x }}", chat_template_kwargs={"x": "!"})
+    assert other.prompt == "the capital of France!"
+    assert llm.chat(CHAT, GREEDY, add_generation_prompt=False)[0].prompt.endswith("</s>\n")
+
+
+def test_bad_prompts_are_named_by_index_before_anything_runs(llm, monkeypatch):
+    engine = llm.llm_engine
+    monkeypatch.setattr(type(engine), "step", lambda self: pytest.fail("a step was taken"))
+    with pytest.raises(RequestError) as caught:
+        llm.generate(["fine", "", {"prompt_token_ids": [99999]}, "x" * 3000], GREEDY)
+    assert [problem.where.split(":")[0] for problem in caught.value.problems] == ["prompt 1", "prompt 2", "prompt 3"]
+    with pytest.raises(RequestError, match=r"conversation 1: .*no tools here"):
+        llm.chat([CHAT, [{"role": "tool", "content": "x"}]], GREEDY)
+    with pytest.raises(RequestError, match="2 for 3 prompts"):
+        llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
+    with pytest.raises(RequestError, match="expected SamplingParams or a list of them"):
+        llm.generate("a", {"temperature": 0})
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            lambda llm: llm.generate("a", lora_request=object()),
+            "LLM.generate: lora_request: not served by this version",
+        ),
+        (lambda llm: llm.generate("a", sampling_param=1), "LLM.generate: sampling_param: no such argument"),
+        (lambda llm: llm.chat(CHAT, continue_final_message=True), "continue_final_message: not served by this version"),
+    ],
+)
+def test_arguments_of_a_call_that_are_not_served_are_refused(llm, call, says):
+    with pytest.raises(RequestError, match=says):
+        call(llm)
+
+
+def test_arguments_of_the_constructor_are_all_checked_before_loading(tiny_checkpoint):
+    with pytest.raises(RequestError) as caught:
+        LLM(tiny_checkpoint, max_model_length=5, tensor_parallel_size=2, enable_prefix_caching=True, max_num_seqs=0)
+    text = str(caught.value)
+    assert len(caught.value.problems) == 4
+    assert "did you mean 'max_model_len'?" in text and "tensor_parallel_size" in text and "not served" in text
+    with pytest.raises(CheckpointError, match="demo"):
+        LLM("no/such/model")
+
+
+def test_arguments_that_change_nothing_here_are_accepted(tiny_checkpoint):
+    with LLM(
+        model=str(tiny_checkpoint),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=2,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=64,
+        tensor_parallel_size=1,
+        trust_remote_code=False,
+        disable_log_stats=True,
+    ) as llm:
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, detokenize=False)
+        (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+        assert len(tokens(output)) == 5 and output.outputs[0].text == ""
+        with pytest.raises(RequestError, match="there is none"):
+            llm.get_tokenizer()
+        with pytest.raises(RequestError, match="there is no tokenizer"):
+            llm.generate("text")
+    with pytest.raises(RequestError, match="is closed"):
+        llm.generate([5])
+    llm.close()
+
+
+def test_the_signature_has_vllms_names(llm):
+    for method, names in {
+        LLM.__init__: "model dtype skip_tokenizer_init enforce_eager max_model_len enable_prefix_caching seed",
+        LLM.generate: "prompts sampling_params use_tqdm",
+        LLM.chat: "messages sampling_params use_tqdm chat_template add_generation_prompt tools chat_template_kwargs",
+    }.items():
+        assert set(names.split()) <= set(inspect.signature(method).parameters)
+
+
+def test_seeds_make_sampling_repeatable(llm, tiny_checkpoint):
+    hot = SamplingParams(temperature=2.0, max_tokens=12, seed=11)
+    alone = tokens(llm.generate("the", hot)[0])
+    beside = llm.generate(["of", "the", "is"], [SamplingParams(temperature=2.0), hot, SamplingParams(temperature=2.0)])
+    assert tokens(beside[1]) == alone
+    with LLM(tiny_checkpoint, seed=5) as first, LLM(tiny_checkpoint, seed=5) as second:
+        unseeded = SamplingParams(temperature=2.0, max_tokens=12)
+        assert tokens(first.generate("the", unseeded)[0]) == tokens(second.generate("the", unseeded)[0])
+        assert tokens(first.generate("the", unseeded)[0]) != tokens(first.generate("the", unseeded)[0])
+
+
+def test_logprobs_name_their_tokens(llm):
+    (output,) = llm.generate("the capital", dataclasses.replace(GREEDY, logprobs=3, max_tokens=4))
+    answer = output.outputs[0]
+    for token, entries in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert next(iter(entries)) == token and len(entries) == 3
+        assert [entry.rank for entry in entries.values()] == [1, 2, 3]
+        assert entries[token].decoded_token == llm.get_tokenizer().decode(token)
+    assert answer.cumulative_logprob < 0
+
+
+def test_a_stream_gives_the_parts_of_the_answer(llm):
+    (whole,) = llm.generate("the capital", GREEDY)
+    parts = list(llm.stream("the capital", GREEDY))
+    assert "".join(part.outputs[0].text for part in parts) == whole.outputs[0].text
+    assert [token for part in parts for token in tokens(part)] == tokens(whole)
+    assert [part.finished for part in parts] == [False] * 11 + [True]
+
+
+def test_streams_and_calls_may_take_turns(llm):
+    (first,), (second,) = (llm.generate(prompt, GREEDY) for prompt in ("the capital", "Paris"))
+    shares = {"the capital": [], "Paris": []}
+    streams = {prompt: llm.stream(prompt, GREEDY) for prompt in shares}
+    for _ in range(12):
+        for prompt, stream in streams.items():
+            shares[prompt] += tokens(next(stream))
+        assert tokens(llm.generate("Paris", GREEDY)[0]) == tokens(second)
+    assert shares == {"the capital": tokens(first), "Paris": tokens(second)}
+
+
+def test_leaving_a_stream_drops_its_request(llm):
+    for part in llm.stream("the capital", GREEDY):
+        assert llm.llm_engine.has_unfinished_requests() and not part.finished
+        break
+    stream = llm.stream("the capital", GREEDY)
+    next(stream)
+    stream.close()
+    assert not llm.llm_engine.has_unfinished_requests() and llm.llm_engine.num_free_slots == 4
+
+
+def test_ctrl_c_aborts_what_runs_and_leaves_the_llm_usable(llm, monkeypatch):
+    (expected,) = llm.generate("the", GREEDY)
+    step, taken = type(llm.llm_engine).step, []
+
+    def interrupted(self):
+        taken.append(1)
+        if len(taken) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(type(llm.llm_engine), "step", interrupted)
+    assert threading.current_thread() is threading.main_thread()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["the"] * 9, GREEDY)
+    assert not llm.llm_engine.has_unfinished_requests() and llm.llm_engine.num_free_slots == 4
+    assert tokens(llm.generate("the", GREEDY)[0]) == tokens(expected)
+
+
+def test_a_failing_step_ends_the_call_and_leaves_the_llm_usable(llm, monkeypatch):
+    (expected,) = llm.generate("the", GREEDY)
+    other = llm.stream("Paris", GREEDY)
+    next(other)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model.module, "compute_logits", lambda hidden: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(["the"] * 9, GREEDY)
+    assert not llm.llm_engine.has_unfinished_requests()
+    with pytest.raises(RequestError, match="1 were dropped"):
+        next(other)
+    assert tokens(llm.generate("the", GREEDY)[0]) == tokens(expected)
+
+
+def test_progress_is_shown_only_on_a_terminal(llm, capfd):
+    llm.generate(["the", "of"], GREEDY, use_tqdm=True)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_generating_imports_neither_transformers_nor_what_other_uses_need(tiny_checkpoint):
+    code = (
+        "import sys; from torchplug import LLM, SamplingParams\n"
+        f"llm = LLM({str(tiny_checkpoint)!r}); print(llm.generate('the', SamplingParams(max_tokens=2))[0].finished)\n"
+        "print({'transformers', 'jinja2', 'rich'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("True\nset()\n", 0), done.stderr
+
+
+@pytest.fixture(scope="module")
+def demo(demo_checkpoint):
+    with LLM("demo", dtype="float32", max_num_batched_tokens=64) as llm:
+        yield llm
+
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Name three colours.",
+    "Write one sentence about the sea.",
+    "What is 2 + 2?",
+]
+
+
+@pytest.mark.oracle
+def test_the_demo_model_answers(demo):
+    (answer,) = demo.chat([{"role": "user", "content": QUESTIONS[0]}], SamplingParams(temperature=0, max_tokens=32))
+    assert answer.outputs[0].text == "The capital of France is Paris."
+    assert (answer.outputs[0].finish_reason, answer.outputs[0].stop_reason) == ("stop", None)
+
+
+@pytest.mark.oracle
+def test_the_demo_model_answers_the_same_alone_in_a_batch_and_in_chunks(demo):
+    params = SamplingParams(temperature=0, max_tokens=16)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    together = [tokens(output) for output in demo.chat(chats, params)]
+    assert together == [tokens(demo.chat(chat, params)[0]) for chat in chats]
+    with LLM("demo", dtype="float32", max_num_batched_tokens=7, max_num_seqs=3) as chunked:
+        assert [tokens(output) for output in chunked.chat(chats, params)] == together

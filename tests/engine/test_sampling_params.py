@@ -1,0 +1,100 @@
+"""SamplingParams: defaults and meaning as in vLLM; every mistake is told, all at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from torchplug.engine.sampling_params import RequestOutputKind, SamplingParams
+from torchplug.errors import RequestError
+
+
+def test_defaults_are_vllms():
+    params = SamplingParams()
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert (params.max_tokens, params.min_tokens, params.seed, params.logprobs) == (16, 0, None, None)
+    assert (params.stop, params.stop_token_ids, params.ignore_eos) == ((), (), False)
+    assert (params.detokenize, params.skip_special_tokens, params.include_stop_str_in_output) == (True, True, False)
+    assert params.output_kind is RequestOutputKind.CUMULATIVE
+
+
+def test_values_become_their_plain_form():
+    params = SamplingParams(stop="x", stop_token_ids=[np.int64(3)], seed=-1, top_k=-1, logprobs=True, temperature=0)
+    assert params.stop == ("x",) and params.stop_token_ids == (3,) and type(params.stop_token_ids[0]) is int
+    assert params.seed is None and params.top_k == 0 and params.logprobs == 1
+    assert params.greedy and type(params.temperature) is float
+    assert not SamplingParams(temperature=0.01).greedy
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", "hot"),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("seed", 1.5),
+        ("seed", 2**63),
+        ("max_tokens", 0),
+        ("max_tokens", True),
+        ("min_tokens", -1),
+        ("logprobs", -2),
+        ("stop", [""]),
+        ("stop", [3]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("ignore_eos", 1),
+        ("detokenize", None),
+        ("output_kind", "delta"),
+    ],
+)
+def test_a_value_out_of_range_is_named(name, value):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: value})
+    assert [problem.where for problem in caught.value.problems] == [name]
+    assert repr(value) in str(caught.value)
+
+
+def test_all_problems_come_at_once():
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(
+            temperature=-1, top_p=2, max_tokens=2, min_tokens=3, detokenize=False, stop="x", temprature=1, n=4
+        )
+    wheres = [problem.where for problem in caught.value.problems]
+    assert wheres == ["temperature", "top_p", "min_tokens", "stop", "temprature", "n"]
+    assert "did you mean 'temperature'?" in str(caught.value)
+    assert "not served by this version" in str(caught.value)
+
+
+def test_arguments_that_are_not_served_are_accepted_only_switched_off():
+    assert SamplingParams(n=1, prompt_logprobs=None, bad_words=None) == SamplingParams()
+    for other in ({"n": 2}, {"prompt_logprobs": 1}, {"logit_bias": {3: 1.0}}, {"bad_words": ["x"]}, {"n": True}):
+        with pytest.raises(RequestError, match="not served by this version"):
+            SamplingParams(**other)
+
+
+def test_it_is_immutable_and_copied_with_replace():
+    params = SamplingParams(max_tokens=3, stop=["a", "b"], seed=7)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.max_tokens = 5
+    copy = dataclasses.replace(params, max_tokens=5)
+    assert (copy.max_tokens, copy.stop, copy.seed) == (5, ("a", "b"), 7)
+    assert len({params, copy, SamplingParams(max_tokens=3, stop=["a", "b"], seed=7)}) == 2
+
+
+def test_importing_it_imports_no_torch():
+    heavy = "{'torch', 'numpy', 'jinja2', 'tokenizers'}"
+    code = f"import sys, torchplug; torchplug.SamplingParams(); assert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
