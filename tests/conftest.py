@@ -158,7 +158,7 @@ def make_site(tmp_path, monkeypatch):
         sys.path.append(str(site.root))
         return site
 
-    make.pythonpath = lambda: os.pathsep.join([*sites, os.environ.get("PYTHONPATH", "")])
+    make.pythonpath = lambda: os.pathsep.join(filter(None, [*sites, os.environ.get("PYTHONPATH")]))
     return make
 
 

@@ -335,6 +335,11 @@ def much():
         print("line", number)
 
 @click.command()
+def late():
+    sys.stdin.read()
+    print("too late, and not flushed")
+
+@click.command()
 @json_option
 def fail(as_json):
     raise RequestError("prompt 'x'", Problem("max_tokens", "found 0, expected at least 1", "give 1 or more"))
@@ -346,7 +351,7 @@ def ask():
 _PROGRAM = """
 import sys
 from torchplug.cli import COMMANDS, LazyCommand, main
-for name in ("wait", "much", "fail", "ask"):
+for name in ("wait", "much", "late", "fail", "ask"):
     COMMANDS[name] = LazyCommand(f"extra_commands:{name}", "")
 main(sys.argv[1:])
 """
@@ -356,7 +361,8 @@ main(sys.argv[1:])
 def extra_commands(tmp_path):
     """Starts the group with commands that wait, print much, fail or ask, in a process of its own."""
     (tmp_path / "extra_commands.py").write_text(_COMMANDS)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
 
     def start(*arguments):
         pipe = subprocess.PIPE
@@ -376,10 +382,13 @@ def test_ctrl_c_exits_with_130_and_without_a_traceback(extra_commands):
     assert process.returncode == 130 and "Traceback" not in stderr
 
 
-def test_a_closed_pipe_is_silent(extra_commands):
-    process = extra_commands("much")
-    process.stdout.readline()
+@pytest.mark.parametrize(("command", "lines"), [("much", 1), ("late", 0)])
+def test_a_closed_pipe_is_silent(extra_commands, command, lines):
+    process = extra_commands(command)
+    for _ in range(lines):
+        process.stdout.readline()
     process.stdout.close()
+    process.stdin.close()
     assert process.stderr.read() == ""
     process.wait(timeout=30)
     assert process.returncode == 1

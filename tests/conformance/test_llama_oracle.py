@@ -92,6 +92,22 @@ def test_greedy_tokens_do_not_depend_on_how_steps_are_cut(grouped: Reference, li
         assert_same_tokens(output.outputs[0].token_ids, continuation)
 
 
+@pytest.mark.parametrize("max_num_batched_tokens", [5, 40])
+def test_dynamic_scaling_does_not_depend_on_how_steps_are_cut(tmp_path: Path, max_num_batched_tokens: int) -> None:
+    # Past the trained length the rotation depends on the length that is being read: a prompt in chunks, if only because
+    # its neighbours used up the step's budget, comes out otherwise than whole unless the engine sees to it.
+    case = CASES["dynamic"]
+    checkpoints.write_checkpoint(tmp_path, case.config, seed=case.seed)
+    model = checkpoints.oracle_model(tmp_path)
+    continuations = [checkpoints.oracle_continuation(model, prompt) for prompt in case.prompts]
+    llm = torchplug.LLM(
+        str(tmp_path), dtype="float32", skip_tokenizer_init=True, max_num_batched_tokens=max_num_batched_tokens
+    )
+    outputs = llm.generate([{"prompt_token_ids": list(c.prompt)} for c in continuations], GREEDY)
+    for output, continuation in zip(outputs, continuations, strict=True):
+        assert_same_tokens(output.outputs[0].token_ids, continuation)
+
+
 def test_logprobs_of_greedy_tokens_equal_transformers(grouped: Reference) -> None:
     llm = torchplug.LLM(str(grouped.directory), dtype="float32", skip_tokenizer_init=True)
     params = torchplug.SamplingParams(

@@ -364,7 +364,7 @@ def test_wrappers_come_in_the_order_of_the_selection_then_by_distribution_and_na
 
 
 _names = st.sampled_from(["foo", "Foo-Bar", "foo_bar", "b.az", "qux", "all-in", "none-of"])
-_entries = st.one_of(_names, _names.map("-{}".format), st.sampled_from(["*", "all", "none", "", " "]))
+_entries = st.one_of(_names, _names.map("-{}".format), st.sampled_from(["*", "all", "none", "", " ", "-*", "-all"]))
 _selections = st.lists(_entries, max_size=7).map(",".join)
 
 
@@ -374,6 +374,8 @@ def test_a_removal_wins_and_names_alone_are_the_whole_list(text, name):
     removed = {normalized(entry[1:]) for entry in entries if entry.startswith("-")}
     kept = {normalized(entry) for entry in entries if not entry.startswith("-")}
     everything = bool(kept & {"*", "all"}) or (not kept and bool(removed))
+    everything = everything and not removed & {"*", "all"}
+    kept = set() if removed & {"*", "all"} else kept
     expected = normalized(name) not in removed and (everything or normalized(name) in kept)
     assert Selection(text).enables(name) is expected
 

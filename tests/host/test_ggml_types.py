@@ -1,4 +1,4 @@
-"""ggml types: every one that gguf.quants dequantises gives exactly its values, through a file and through our own kernels."""
+"""ggml types: every one that gguf.quants dequantises gives exactly its values, through a file and our own kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def blocks_of(kind: GGMLQuantizationType, rows: int, columns: int) -> numpy.ndar
     except NotImplementedError:
         block, nbytes = GGML_QUANT_SIZES[kind]
         raw = random.integers(0, 256, (rows, columns // block * nbytes), numpy.uint8)
-        # Clearing the top exponent bit of every byte pair keeps each float16 in it finite, wherever a type has its scales.
+        # Clearing the top exponent bit of every byte keeps each float16 finite, wherever a type has its scales.
         raw[:, 1::2] &= 0xBF
         raw[:, 0::2] &= 0xBF
         return raw

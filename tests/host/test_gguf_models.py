@@ -1,4 +1,4 @@
-"""GGUF checkpoints: a llama model comes back with the config, names and row order it had before llama.cpp's converter."""
+"""GGUF checkpoints: a llama model has the config, names and row order it had before llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ def test_an_unknown_architecture_lists_what_is_supported(tmp_path: Path) -> None
 
 REFUSED: dict[str, tuple[Callable[[GGUFWriter], Any], str]] = {
     "experts": (lambda writer: writer.add_expert_count(8), "mixture of experts"),
+    "embedding model": (lambda writer: writer.add_causal_attention(False), "attention looks ahead"),
     "split": (lambda writer: writer.add_uint16("split.count", 3), "one of 3 parts"),
     "unknown tensor": (lambda writer: writer.add_tensor("blk.0.attn_sinks.weight", numpy.ones(4, "f4")), "attn_sinks"),
     "unknown scaling": (lambda writer: writer.add_string("llama.rope.scaling.type", "longrope"), "longrope"),
@@ -188,16 +189,24 @@ def test_linear_and_yarn_scaling_come_from_the_metadata(tmp_path: Path, write_gg
         writer.add_float32("llama.rope.scaling.factor", 4.0)
         writer.add_uint32("llama.rope.scaling.original_context_length", 32)
 
+    def factor_only(writer: GGUFWriter) -> None:
+        writer.add_float32("llama.rope.scaling.factor", 8.0)
+
+    def old_key(writer: GGUFWriter) -> None:
+        writer.add_float32("llama.rope.scale_linear", 2.0)
+
     def none(writer: GGUFWriter) -> None:
         writer.add_string("llama.rope.scaling.type", "none")
 
     found = []
-    for number, edit in enumerate((linear, yarn, none)):
+    for number, edit in enumerate((linear, yarn, factor_only, old_key, none)):
         write_gguf(tmp_path / f"{number}.gguf", edit=edit)
         found.append(open_checkpoint(tmp_path / f"{number}.gguf").config.get("rope_scaling"))
     assert found == [
         {"rope_type": "linear", "factor": 2.5},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "linear", "factor": 8.0},
+        {"rope_type": "linear", "factor": 2.0},
         None,
     ]
 

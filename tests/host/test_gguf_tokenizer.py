@@ -155,7 +155,7 @@ def transformers_tokenizer(path: Path) -> Any:
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
-# Splits that transformers has too. It takes no word whole that merges do not lead to; the small vocabulary has none such.
+# Splits that transformers has too. It takes no word whole that merges do not lead to; this vocabulary has none such.
 SAME_SPLITS = ["gpt-2", "default", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o"]
 
 

@@ -164,7 +164,9 @@ def test_a_group_of_another_api_version(site, group):
     assert repr(group) in found.says and found.hides == ("Model",) and "same hook API" in found.fix
 
 
-@pytest.mark.parametrize("group", ["torchplug.model.v1", "torchplug.models", "torchplug", "torchplug.models.V1"])
+@pytest.mark.parametrize(
+    "group", ["torchplug.model.v1", "torchplug.models", "torchplug", "torchplug.models.V1", "torchplug.models.vX"]
+)
 def test_a_misspelt_group(site, group):
     site.add("plug", groups={group: {"Model": "plug:Model"}})
     found = only(Kind.UNKNOWN_GROUP)

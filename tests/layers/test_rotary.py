@@ -43,6 +43,11 @@ SCALINGS = {
         "mscale": 1.0,
         "mscale_all_dim": 0.5,
     },
+    "yarn, ramp past the last pair": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 10_000_000,
+        "beta_fast": 100_000,
+    },
     "yarn, trained length from max_position_embeddings": {"factor": 4.0},
 }
 SHAPES = [(5, 24, 10000.0), (3, 64, 500000.0), (2, 10, 300.0)]
@@ -205,6 +210,7 @@ def test_a_dynamic_base_depends_on_the_request_alone():
         ({"rope_parameters": {"rope_type": "su"}}, "rope_parameters.rope_type", "'su' is not a known type"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor", "missing"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor", "found '2'"),
+        ({"rope_scaling": {"type": "linear", "factor": True}}, "rope_scaling.factor", "found True"),
         ({"rope_scaling": {"type": "dynamic", "factor": 0}}, "rope_scaling.factor", "found 0"),
         ({"rope_theta": -1}, "rope_theta", "found -1"),
         ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_parameters.rope_theta", "found nan"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 import click
 
@@ -34,7 +37,7 @@ def convert(source: str, directory: str, dtype: str, as_json: bool) -> None:
     from torchplug.host.convert import convert as write
 
     checkpoint = open_checkpoint(source)
-    with _progress_bar(f"converting {checkpoint.name}") as progress:
+    with _terminable(), _progress_bar(f"converting {checkpoint.name}") as progress:
         written = write(checkpoint, directory, dtype=dtype, progress=progress)
     if as_json:
         print_json(
@@ -55,6 +58,20 @@ def convert(source: str, directory: str, dtype: str, as_json: bool) -> None:
         click.echo(f"  {name:<32} {size:>15,} bytes")
     if not written.has_tokenizer:
         click.echo("torchplug: warning: the file has no tokenizer, so neither has the directory", err=True)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM (a time limit, a container that stops) end the command as Ctrl-C does: with the clean-up."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def _diagnose(catalogue: Catalogue, installed: Sequence[Installed]) -> tuple[lis
     from torchplug.host.ownership import unmet_choices
 
     problems = [
-        Diagnosis("selection", "", text, "correct --plugins, --owner or TORCHPLUG_PLUGINS")
+        Diagnosis("selection", "choice of plugins", text, "correct --plugins, --owner or TORCHPLUG_PLUGINS")
         for text in unmet_choices(catalogue)
     ]
     if _version_of("torch") is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import importlib_metadata
 
@@ -37,6 +37,9 @@ class PluginRow:
     """
 
     __slots__ = ("_identity", "entry_point", "name", "value")
+
+    form: ClassVar[str] = "package.module:attribute"
+    """What a value has to look like."""
 
     def __init__(self, entry_point: EntryPoint) -> None:
         self.entry_point = entry_point
@@ -87,7 +90,7 @@ class PluginRow:
         """What is wrong with the entry point's value, or None."""
         attribute = self.attribute if ":" in self.value.partition("[")[0] else "none"
         if not (_dotted(self.module) and _dotted(attribute)):
-            return f"the value {self.value!r} is not 'package.module:attribute'"
+            return f"the value {self.value!r} is not {self.form}"
         return None
 
     @property
@@ -106,6 +109,8 @@ class ModelPlugin(PluginRow):
 
     __slots__ = ()
 
+    form = "package.module:Class"
+
     @property
     def architecture(self) -> str:
         """The string of config.json's `architectures` that this plugin serves."""
@@ -113,15 +118,16 @@ class ModelPlugin(PluginRow):
 
     @property
     def malformed_value(self) -> str | None:
-        if super().malformed_value or not self.attribute:
-            return f"the value {self.value!r} is not 'package.module:Class'"
-        return None
+        bare = None if self.attribute else f"the value {self.value!r} is not {self.form}"
+        return super().malformed_value or bare
 
 
 class WrapperPlugin(PluginRow):
     """A distribution's wrapper plugin: a module, or an instance in one."""
 
     __slots__ = ()
+
+    form = "package.module or package.module:instance"
 
 
 class Catalogue:

@@ -103,7 +103,8 @@ def inspect_class(cls: Any, *, subject: str) -> ClassReport:
             if needed or (found is not None and found.refused):
                 problems.append(problem)
             else:
-                absent[hook.name] = f"{cls.__name__} does not implement it"
+                claims_it = sure.intersection(hook.interfaces)
+                absent[hook.name] = f"{cls.__name__} does not implement it" if claims_it else _not_claimed(cls, hook)
             continue
         checked = _implementation(hook, found)
         if isinstance(checked, Implementation):

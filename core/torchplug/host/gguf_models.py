@@ -155,6 +155,8 @@ def _llama_config(file: GgufFile) -> dict[str, Any]:
             keys.refuse(key, f"is {keys.count(key)} where attention heads have {head_dim}", _VARIANT)
     if (file.integer("llama.expert_count") or 0) > 0:
         keys.refuse("expert_count", "says that this is a mixture of experts", _VARIANT)
+    if file.flag("llama.attention.causal") is False:
+        keys.refuse("attention.causal", "says that attention looks ahead, as in an embedding model", _VARIANT)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         keys.refuse("vocab_size", "cannot be found: there is no two-dimensional tensor token_embd.weight", _DAMAGED)
@@ -204,15 +206,16 @@ _VARIANT = "this variant is not supported from GGUF: use the model's safetensors
 def _rope_scaling(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """config.json's rope_scaling, or None: linear and yarn come from the metadata, llama3 from the factors tensor."""
     file, prefix = keys.file, f"{keys.prefix}.rope.scaling"
-    kind = file.text(f"{prefix}.type") or ("linear" if f"{keys.prefix}.rope.scale_linear" in file else "none")
+    factor = "rope.scaling.factor" if f"{prefix}.factor" in file else "rope.scale_linear"
+    # As llama.cpp has it: a factor without a type is linear scaling.
+    kind = file.text(f"{prefix}.type") or ("linear" if f"{keys.prefix}.{factor}" in file else "none")
     if _ROPE_FACTORS in file.tensors:
         if kind != "none":
             keys.refuse("rope.scaling.type", f"is {kind}, and the file has {_ROPE_FACTORS} as well", _VARIANT)
             return None
         return _llama3_scaling(keys, config)
     if kind == "linear":
-        key = "rope.scaling.factor" if f"{prefix}.factor" in file else "rope.scale_linear"
-        return {"rope_type": "linear", "factor": keys.number(key)}
+        return {"rope_type": "linear", "factor": keys.number(factor)}
     if kind == "yarn":
         scaling = {
             "rope_type": "yarn",

@@ -76,8 +76,8 @@ SPLITS: dict[str, _Split] = {
     "mpt": _GPT2,
     "olmo": _GPT2,
     # SmolLM was trained with `_DIGITS`, and llama.cpp splits so; transformers reads such a file with GPT-2's split,
-    # and our ids are held to transformers'. The two differ where white space or a letter-like prefix stands before a
-    # digit ("  1").
+    # and our ids are held to transformers'. The two differ where a digit follows two or more white spaces ("  1") and
+    # at a few signs that are numbers (" ½").
     "smollm": _GPT2,
     "starcoder": _DIGITS,
     "refact": _DIGITS,

@@ -248,7 +248,7 @@ def _row_findings(row: PluginRow, *, orphaned: bool) -> Iterator[Finding]:
     where = f"{row.name} of {row.origin}"
     if row.problem:
         yield Finding(
-            Kind.MALFORMED, where, row.problem, "its author has to write it as `Architecture = package.module:Class`"
+            Kind.MALFORMED, where, row.problem, f"its author has to write `name = value` with the value {row.form}"
         )
     if row.malformed_value or orphaned:
         # The module of an orphaned editable install cannot be there; one finding about it is enough.

@@ -96,7 +96,7 @@ def _malformed(row: ModelPlugin) -> Problem:
     return Problem(
         f"entry point of {row.origin}",
         row.malformed_value or "",
-        f"the author has to write it as `{row.name} = package.module:Class`; until then use another version of it",
+        f"its author has to write `{row.name} = {row.form}`; until then use another version of it",
     )
 
 

@@ -45,8 +45,8 @@ DTYPES: dict[str, tuple[str, int]] = {
 }
 
 _COPY_AGAIN = "the file is damaged or incomplete: copy or download it again"
-# First bytes of pytorch files, which are at times renamed to .safetensors. They decide nothing by themselves: a header of
-# 640 bytes begins with the same two.
+# First bytes of pytorch files, which are at times renamed to .safetensors. They decide nothing by themselves: a header
+# of 640 bytes begins with the same two.
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
@@ -78,7 +78,7 @@ def read_header(path: Path, problems: list[Problem]) -> dict[str, StoredTensor]:
             length = int.from_bytes(prefix, "little")
             says = _bad_length(prefix, length, size)
             if says and prefix.startswith(_PICKLES):
-                says = "is a pickle (pytorch) file with the name of a safetensors file; pickle can run code, is never opened"
+                says = "is a pickle (pytorch) file named as a safetensors file; pickle can run code and is never opened"
                 problems.append(Problem(str(path), says, _CONVERT))
                 return {}
             if says:

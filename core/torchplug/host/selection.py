@@ -92,19 +92,19 @@ class Selection:
 
     def including(self, distribution: str) -> str:
         """The text of this selection, changed as little as needed to enable a distribution."""
+        if not self.everything and not self._positions:
+            return distribution
         undone = {normalized(distribution), *_EVERYTHING}
         kept = [
             entry
             for entry in _entries(self.text or "")
             if normalized(entry) != _NOTHING and not (entry.startswith("-") and normalized(entry[1:]) in undone)
         ]
-        if not kept:
-            return "*" if self.everything else distribution
-        text = ",".join(kept)
+        text = ",".join(kept) or "*"
         return text if Selection(text).enables(distribution) else f"{text},{distribution}"
 
     def excluding(self, distribution: str) -> str:
-        """The text of this selection without a distribution."""
+        """The text of this selection without a distribution that it enables."""
         return f"{self.text or '*'},-{distribution}"
 
     def unknown(self, installed: Iterable[str]) -> tuple[str, ...]:

@@ -39,8 +39,9 @@ def copy_kv_cache(
 ) -> None:
     """Copy `num_blocks` blocks into a cache whose blocks may be longer."""
     for old, new in zip(source, target, strict=True):
-        blocks = new.unflatten(2, (-1, target_block_size))[:, :, :num_blocks, :block_size]
-        blocks.copy_(old.unflatten(2, (-1, block_size))[:, :, :num_blocks])
+        heads, size = new.shape[1], new.shape[3]
+        blocks = new.view(1, heads, -1, target_block_size, size)[:, :, :num_blocks, :block_size]
+        blocks.copy_(old.view(1, heads, -1, block_size, size)[:, :, :num_blocks])
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,6 @@ def _joined(part: _Part, keys: _Run | _Scattered, block_size: int) -> _Part | No
         not isinstance(before, _SideBySide)
         or keys.length != before.length
         or keys.start != (before.first_block + before.count) * block_size + before.offset
-        or before.offset + before.length > block_size
     ):
         return None
     grown = _SideBySide(before.first_block, before.count + 1, block_size, before.offset, before.length)

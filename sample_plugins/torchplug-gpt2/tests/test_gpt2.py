@@ -1,9 +1,9 @@
 """GPT2LMHeadModel equals transformers on random checkpoints, and the comparison notices the faults a GPT-2 may have.
 
-The weights have a standard deviation of 2 / sqrt(fan-in), with random biases and norms: at the usual 0.02 a model hardly
-depends on its attention, and a wrong one passes. Biases stay small, or the last norm's would choose every token; positions
-are large, or tokens repeat. A reference counts only if its greedy tokens vary and no step is a near-tie; the seeds
-below are the first for which this holds.
+The weights have a standard deviation of 2 / sqrt(fan-in), with random biases and norms: at the usual 0.02 a model
+hardly depends on its attention, and a wrong one passes. Biases stay small, or the last norm's would choose every token;
+positions are large, or tokens repeat. A reference counts only if its greedy tokens vary and no step is a near-tie; the
+seeds below are the first for which this holds.
 """
 
 from __future__ import annotations
