@@ -78,7 +78,9 @@ JOBS = {"demo": demo, "test": test}
 if __name__ == "__main__":
     if sys.version_info < OLDEST:
         found = tuple(sys.version_info[:2]) + (sys.executable,)
-        sys.exit("torchplug needs Python %d.%d or newer; this is Python %d.%d (%s): start it with a newer one" % (OLDEST + found))
+        sys.exit(
+            "torchplug needs Python %d.%d or newer; this is %d.%d (%s): start it with a newer one" % (OLDEST + found)
+        )
     job = sys.argv[1] if len(sys.argv) > 1 else ""
     if job not in JOBS:
         sys.exit("usage: python3 bootstrap.py demo | test [pytest arguments]")

@@ -28,15 +28,25 @@ from torchplug.layers import (
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, config: Any, prefix: str) -> None:
+    """Grouped-query attention with rotary positions; which biases there are and how far back it sees is the family's."""
+
+    def __init__(
+        self, config: Any, prefix: str, *, qkv_bias: bool, output_bias: bool, sliding_window: int | None = None
+    ) -> None:
         super().__init__()
         num_heads = config.num_attention_heads
         num_kv_heads = config.num_key_value_heads or num_heads
-        head_size = config.head_dim or config.hidden_size // num_heads
-        bias = config.attention_bias
-        self.qkv_proj = QKVParallelLinear(config.hidden_size, head_size, num_heads, num_kv_heads, bias)
-        self.attn = Attention(num_heads, head_size, head_size**-0.5, num_kv_heads, prefix=f"{prefix}.attn")
-        self.o_proj = RowParallelLinear(num_heads * head_size, config.hidden_size, bias)
+        head_size = head_size_of(config)
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, head_size, num_heads, num_kv_heads, qkv_bias)
+        self.attn = Attention(
+            num_heads,
+            head_size,
+            head_size**-0.5,
+            num_kv_heads,
+            sliding_window=sliding_window,
+            prefix=f"{prefix}.attn",
+        )
+        self.o_proj = RowParallelLinear(num_heads * head_size, config.hidden_size, output_bias)
         self.head_size = head_size
         self.q_size, self.kv_size = self.qkv_proj.q_size, self.qkv_proj.kv_size
 
@@ -47,25 +57,23 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, *, bias: bool) -> None:
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, [config.intermediate_size] * 2, config.mlp_bias
-        )
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [config.intermediate_size] * 2, bias)
         self.act_fn = get_act_and_mul(config.hidden_act)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_up_proj(hidden_states)))
 
 
 class LlamaDecoderLayer(nn.Module):
-    def __init__(self, config: Any, prefix: str) -> None:
+    def __init__(self, config: Any, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config, f"{prefix}.self_attn")
+        self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp = mlp
 
     def forward(self, hidden_states: Tensor, rotation: Rotation) -> Tensor:
         hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), rotation)
@@ -73,14 +81,11 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, config: Any, prefix: str) -> None:
+    def __init__(self, config: Any, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        head_size = config.head_dim or config.hidden_size // config.num_attention_heads
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        self.rotary_emb = rope_from_config(config, head_size, config.max_position_embeddings)
-        self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, f"{prefix}.layers.{index}") for index in range(config.num_hidden_layers)
-        )
+        self.rotary_emb = rope_from_config(config, head_size_of(config), config.max_position_embeddings)
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
@@ -91,7 +96,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """Llama with its language-model head."""
+    """Llama with its language-model head. A family whose layers differ from Llama's replaces `decoder_layer`."""
 
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -111,12 +116,23 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        self.model = LlamaModel(config, f"{prefix}.model".lstrip("."))
+        stack = f"{prefix}.model.layers".lstrip(".")
+        self.model = LlamaModel(
+            config,
+            [self.decoder_layer(config, index, f"{stack}.{index}") for index in range(config.num_hidden_layers)],
+        )
         self.lm_head = ParallelLMHead(
             config.vocab_size,
             config.hidden_size,
             tied_to=self.model.embed_tokens if config.tie_word_embeddings else None,
         )
+
+    @staticmethod
+    def decoder_layer(config: Any, index: int, prefix: str) -> nn.Module:
+        """Layer `index` of the stack, which is called `prefix` in the model."""
+        bias = config.attention_bias
+        attention = LlamaAttention(config, f"{prefix}.self_attn", qkv_bias=bias, output_bias=bias)
+        return LlamaDecoderLayer(config, attention, LlamaMLP(config, bias=config.mlp_bias))
 
     @hookimpl
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -155,3 +171,8 @@ class LlamaForCausalLM(nn.Module):
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
             "rms_norm_eps": 1e-5,
         }
+
+
+def head_size_of(config: Any) -> int:
+    """`head_dim` where the config gives it; not every family's heads make up the hidden size."""
+    return config.head_dim or config.hidden_size // config.num_attention_heads

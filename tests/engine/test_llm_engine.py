@@ -291,5 +291,14 @@ def test_text_stops_before_a_stop_string_and_the_tokens_keep_it(tiny_model, engi
         assert done.text == free.text[: at + (len(stop) if include else 0)]
         assert (done.finish_reason, done.stop_reason) == ("stop", stop)
         assert stop in tokenizer.decode(done.token_ids) and len(done.token_ids) < 16
+    engine.add_request("stop id", [1, 2, 3], greedy(16, stop_token_ids=[free.token_ids[6]]))
+    engine.add_request(
+        "kept", [1, 2, 3], greedy(16, stop_token_ids=[free.token_ids[6]], include_stop_str_in_output=True)
+    )
+    outputs = run_all(engine)
+    ids = outputs["stop id"].outputs[0].token_ids
+    assert ids == free.token_ids[: free.token_ids.index(ids[-1]) + 1]
+    assert outputs["stop id"].outputs[0].text == tokenizer.decode(ids[:-1], skip_special_tokens=True)
+    assert outputs["kept"].outputs[0].text == tokenizer.decode(ids, skip_special_tokens=True)
     engine.add_request("none", [1, 2, 3], greedy(16, detokenize=False))
     assert run_all(engine)["none"].outputs[0].text == ""

@@ -69,6 +69,21 @@ def test_any_ids_decode_as_the_library_decodes_them(backends, kind, data):
         assert Tokenizer(backend).decode(ids) == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        ("byte_level", ["a", "plain added", "Ġ", "</s>", "b"]),
+        ("sentencepiece", ["<0x20>", "▁the", "<0x20>", "▁", "a"]),
+        ("sentencepiece", ["▁", "▁", "<0xE5>", "<0x8F>", "<0xAB>", "<0x41>"]),
+    ],
+)
+def test_tokens_out_of_the_ordinary_decode_as_the_library_decodes_them(backends, kind, tokens):
+    backend = backends[kind]()
+    ids = [backend.token_to_id(token) for token in tokens]
+    assert None not in ids
+    assert Tokenizer(backend).decode(ids) == backend.decode(ids, skip_special_tokens=False)
+
+
 def test_a_valid_character_beside_bytes_that_are_none_survives(backends):
     backend = backends["sentencepiece"]()
     ids = [backend.token_to_id(token) for token in ("<0xE5>", "<0x8F>", "<0xAB>", "<0xFF>", "▁the")]

@@ -93,7 +93,7 @@ def test_a_failing_constructor_names_the_plugin_and_keeps_the_cause(plain_class,
         def __init__(self, *, vllm_config, prefix=""):
             raise ZeroDivisionError("heads")
 
-    with pytest.raises(PluginError, match="plugin 'P'.*ZeroDivisionError: heads") as raised:
+    with pytest.raises(PluginError, match=r"plugin 'P'.*ZeroDivisionError: heads") as raised:
         build_module(Fails, vllm_config, "plugin 'P'")
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert torch.get_default_dtype() is torch.float32

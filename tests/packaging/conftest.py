@@ -30,7 +30,9 @@ def outside(command: Iterable[object], cwd: Path, *, code: int | None = 0) -> su
     environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     arguments = [str(part) for part in command]
     done = subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
-    assert code is None or done.returncode == code, f"{arguments} ended with {done.returncode}:\n{done.stderr}"
+    assert code is None or done.returncode == code, (
+        f"{arguments} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    )
     return done
 
 

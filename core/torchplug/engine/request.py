@@ -113,7 +113,7 @@ class Request:
             self._logprobs.append(self._named(logprobs))
             self._cumulative_logprob += logprobs.logprob
         count = self.num_output_tokens
-        ended = count >= self.params.min_tokens and (token_id in self._eos or token_id in self._stop_ids)
+        ended = token_id in self._eos or token_id in self._stop_ids  # never before min_tokens: the sampler sees to that
         if self._text is not None:
             if not ended or self.params.include_stop_str_in_output:
                 self._text.append(token_id)

@@ -15,6 +15,7 @@ from torchplug.layers.norm import RMSNorm
 from torchplug.layers.rope_scaling import rope_from_config
 from torchplug.layers.rotary import RotaryEmbedding, Rotation, apply_rotary
 from torchplug.layers.weights import WeightsMismatch, load_weights
+from torchplug.layers.window import layer_window
 
 __all__ = [
     "ActAndMul",
@@ -37,6 +38,7 @@ __all__ = [
     "copy_kv_cache",
     "get_act_and_mul",
     "get_act_fn",
+    "layer_window",
     "load_weights",
     "rope_from_config",
 ]
