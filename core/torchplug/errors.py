@@ -22,6 +22,10 @@ class Problem:
     fix: str = ""
 
 
+class TorchplugWarning(UserWarning):
+    """Something that was left out or looks wrong, while everything that was asked for goes on."""
+
+
 class TorchplugError(Exception):
     """Base of all errors that a user can act on. `subject` names what was worked on, e.g. "checkpoint 'models/x'"."""
 

@@ -28,7 +28,7 @@ from torchplug.layers import (
 
 
 class LlamaAttention(nn.Module):
-    """Grouped-query attention with rotary positions; which biases there are and how far back it sees is the family's."""
+    """Grouped-query attention with rotary positions. Which biases it has and how far back it sees is the family's."""
 
     def __init__(
         self, config: Any, prefix: str, *, qkv_bias: bool, output_bias: bool, sliding_window: int | None = None

@@ -128,7 +128,33 @@ def test_weights_are_finished_once_they_are_loaded(plain_class, vllm_config):
 
 @pytest.mark.parametrize(
     ("config", "length"),
-    [({"max_position_embeddings": 5}, 5), ({"n_positions": 7}, 7), ({"text_config": {"n_ctx": 9}}, 9), ({}, 2048)],
+    [
+        ({"max_position_embeddings": 5}, 5),
+        ({"n_positions": 7}, 7),
+        ({"text_config": {"n_ctx": 9}}, 9),
+        ({}, 2048),
+        ({"max_position_embeddings": 8, "rope_scaling": {"type": "linear", "factor": 2.5}}, 20),
+        ({"max_position_embeddings": 8, "rope_parameters": {"rope_type": "dynamic", "factor": 2}}, 16),
+        ({"max_position_embeddings": 8, "rope_parameters": {"rope_type": "yarn", "factor": 4}}, 32),
+        (
+            {
+                "max_position_embeddings": 32,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 8},
+            },
+            32,
+        ),
+        ({"max_position_embeddings": 8, "rope_scaling": {"rope_type": "llama3", "factor": 4}}, 8),
+        ({"max_position_embeddings": 8, "rope_scaling": {"rope_type": "linear", "factor": "x"}}, 8),
+    ],
 )
 def test_the_longest_sequence_is_what_the_config_says(config, length):
     assert default_max_model_len(config) == length
+
+
+def test_a_typo_in_the_selection_is_a_warning_wherever_the_host_is_used(site):
+    from torchplug import Host
+    from torchplug.errors import PluginError, TorchplugWarning
+
+    host = Host("no-such-package")
+    with pytest.warns(TorchplugWarning, match="no-such-package"), pytest.raises(PluginError):
+        host.model_class("LlamaForCausalLM")

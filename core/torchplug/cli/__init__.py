@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Final, NamedTuple, NoReturn
@@ -14,7 +15,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import click
 
 from torchplug import __version__
-from torchplug.cli.options import flush_output, print_error
+from torchplug.cli.options import flush_output, print_error, print_warning
 
 INTERRUPTED: Final = 130
 """128 + SIGINT, as shells report it."""
@@ -73,7 +74,9 @@ class CommandGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning
+                return super().invoke(ctx)
         except Exception as error:
             from torchplug.errors import TorchplugError
 
@@ -106,6 +109,17 @@ class CommandGroup(click.Group):
             _leave_a_closed_pipe()
         # A command's own exit code (`ctx.exit(1)`) comes back as an int; every other result of a command means success.
         sys.exit(result if type(result) is int else 0)
+
+
+_python_warning = warnings.showwarning
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
+    """The host's own warnings as a user should meet them; every other one as Python shows it."""
+    if category.__name__ == "TorchplugWarning":
+        print_warning(str(message))
+    else:
+        _python_warning(message, category, *where, **options)
 
 
 def _leave_a_closed_pipe() -> NoReturn:

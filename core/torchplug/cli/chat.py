@@ -11,6 +11,7 @@ import click
 
 from torchplug.cli.answer import AnswerWriter
 from torchplug.cli.model_options import Choices, model_options
+from torchplug.cli.tables import printable
 from torchplug.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class _Conversation:
 
     def _complain(self, text: str) -> None:
         self.failed = True
-        click.echo(text, err=True)
+        click.echo(printable(text), err=True)
 
 
 def _lines() -> Iterator[str]:

@@ -68,7 +68,7 @@ class Choices:
 
 
 def model_options(*, max_tokens: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds all of these options; the command receives one argument, `choices`. `max_tokens` is that option's default."""
+    """Adds all these options; the command receives one argument, `choices`. `max_tokens` is that option's default."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         from functools import wraps

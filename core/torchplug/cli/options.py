@@ -101,7 +101,12 @@ def open_catalogue(plugins: str | None, owners: dict[str, str]) -> Catalogue:
 def print_warnings(catalogue: Catalogue) -> None:
     """The catalogue's warnings (unknown names in a selection, unreadable metadata), one a line on standard error."""
     for warning in catalogue.warnings:
-        click.echo(printable(f"torchplug: warning: {warning}"), err=True)
+        print_warning(warning)
+
+
+def print_warning(text: str) -> None:
+    """One warning, on standard error."""
+    click.echo(printable(f"torchplug: warning: {text}"), err=True)
 
 
 def print_json(value: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from torchplug.cli import rows
-from torchplug.cli.options import json_option, open_catalogue, print_json, print_warnings, selection_options
+from torchplug.cli.options import json_option, open_catalogue, print_json, selection_options
 from torchplug.cli.tables import print_table, printable
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ def show(architecture: str, import_class: bool, plugins: str | None, owners: dic
         from torchplug.host import Host
 
         host = Host(plugins, owners)
-        print_warnings(host.catalogue)
         model_class = host.model_class(architecture)
         catalogue = host.catalogue
     else:

@@ -248,7 +248,9 @@ class LLM:
             raise RequestError("LLM.chat", problems)
         return self._run(prompts, sampling_params, bool(use_tqdm))
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
         """Continue one prompt; yields what each step adds (`text` and `token_ids` hold only the new part).
 
         Leaving the loop early, by an exception or by closing the iterator, drops the request.

@@ -34,11 +34,11 @@ class Host:
         self.catalogue = Catalogue(selection=plugins, owners=owners)
         self._classes: dict[str, ModelClass] = {}
         self._wrappers: tuple[Wrapper, ...] | None = None
+        self._warned = False
 
     @property
     def architectures(self) -> Mapping[str, ModelPlugin]:
-        """Per architecture, the catalogue row of its owner. An absent or contested architecture is an error on access.
-        """
+        """Per architecture, the catalogue row of its owner. An absent or contested architecture is an error on access."""
         return _Owners(self.catalogue)
 
     def model_class(self, architecture: str) -> ModelClass:
@@ -52,12 +52,25 @@ class Host:
         from torchplug.host.contracts import inspect_class
         from torchplug.host.model import ModelClass
 
+        self._warn_once()
         plugin = self.catalogue.owner(architecture)
         if architecture not in self._classes:
             cls = _import(plugin)
             report = inspect_class(cls, subject=subject_of(plugin))
             self._classes[architecture] = ModelClass(cls, report, plugin, self.wrappers())
         return self._classes[architecture]
+
+    def _warn_once(self) -> None:
+        """Pass on what the catalogue noticed, e.g. an unknown name in the selection, when the host is first used."""
+        if self._warned:
+            return
+        self._warned = True
+        import warnings
+
+        from torchplug.errors import TorchplugWarning
+
+        for text in self.catalogue.warnings:
+            warnings.warn(text, TorchplugWarning, stacklevel=3)
 
     def wrappers(self) -> tuple[Wrapper, ...]:
         """The enabled wrapper plugins, imported on first use, each in its own try; a broken one is a warning and is
@@ -105,7 +118,7 @@ class Host:
         where = resolve_device(device)
         defaults = getattr(model_class.cls, "config_defaults", {})
         hf_config = config.HfConfig(checkpoint.config, source=checkpoint.config_source, defaults=defaults)
-        longest = default_max_model_len(checkpoint.config)
+        longest = default_max_model_len({**defaults, **checkpoint.config})
         vllm_config = config.VllmConfig(
             model_config=config.ModelConfig(
                 model=str(checkpoint.path),
@@ -179,7 +192,7 @@ def _import_fix(error: BaseException, plugin: ModelPlugin) -> str:
 def _import_wrappers(catalogue: Catalogue) -> list[Wrapper]:
     import warnings
 
-    from torchplug.errors import ContractError
+    from torchplug.errors import ContractError, TorchplugWarning
     from torchplug.host.wrappers import Wrapper
 
     wrappers = []
@@ -189,9 +202,10 @@ def _import_wrappers(catalogue: Catalogue) -> list[Wrapper]:
         try:
             wrappers.append(Wrapper(row.entry_point.load(), subject))
         except ContractError as error:
-            warnings.warn(str(error), stacklevel=2)
+            warnings.warn(str(error).removeprefix("torchplug: "), TorchplugWarning, stacklevel=2)
         except (Exception, SystemExit) as error:
-            warnings.warn(f"torchplug: {subject} is left out: {type(error).__name__}: {error}", stacklevel=2)
+            text = f"{subject} is left out: {type(error).__name__}: {error}"
+            warnings.warn(text, TorchplugWarning, stacklevel=2)
     return wrappers
 
 

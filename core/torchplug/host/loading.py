@@ -163,10 +163,24 @@ def _counted(
 
 
 def default_max_model_len(config: Mapping[str, Any]) -> int:
-    """The longest sequence that a config.json speaks of, in tokens; 2048 where it says nothing."""
+    """The longest sequence that a config.json speaks of, in tokens; 2048 where it says nothing.
+
+    Rotary scaling that extends the trained length by a factor counts: linear and dynamic from
+    `max_position_embeddings`, yarn from its own `original_max_position_embeddings`. The other types are written with
+    the extended length already.
+    """
     nested = config.get("text_config")
     for values in (config, nested if isinstance(nested, Mapping) else {}):
         for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx"):
             if isinstance(values.get(key), int):
-                return int(values[key])
+                return _extended(int(values[key]), values.get("rope_scaling") or values.get("rope_parameters"))
     return 2048
+
+
+def _extended(length: int, scaling: Any) -> int:
+    if not isinstance(scaling, Mapping) or not isinstance(factor := scaling.get("factor"), (int, float)):
+        return length
+    kind = scaling.get("rope_type") or scaling.get("type")
+    if kind == "yarn" and isinstance(original := scaling.get("original_max_position_embeddings"), int):
+        return int(original * factor)
+    return int(length * factor) if kind in ("linear", "dynamic", "yarn") else length

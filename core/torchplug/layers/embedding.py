@@ -54,5 +54,11 @@ class ParallelLMHead(ColumnParallelLinear):
         tied_to: VocabParallelEmbedding | None = None,
     ) -> None:
         super().__init__(embedding_dim, num_embeddings, bias)
+        self.tied = tied_to is not None
         if tied_to is not None:
             self.weight = tied_to.weight
+
+    def process_weights_after_loading(self) -> None:
+        """A table that is shared with the embedding stays as rows: looking one up needs them, and it is kept once."""
+        if not self.tied:
+            super().process_weights_after_loading()

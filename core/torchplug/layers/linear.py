@@ -6,12 +6,14 @@ This release runs in one process: tensor-parallel size 1, every layer holds its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from torchplug.layers import onednn
 
 
 class Linear(nn.Module):
@@ -35,8 +37,21 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
+        self._product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self._product(x, self.weight, self.bias)
+
+    def process_weights_after_loading(self) -> None:
+        """Put the weight into the layout that multiplies fastest here; called once by the loader.
+
+        Where that is oneDNN's, `weight` is replaced by the packed one (there is no second copy): it keeps its shape and
+        dtype, and `weight.to_dense()` gives the plain matrix.
+        """
+        packed = onednn.packed(self.weight)
+        if packed is not None:
+            self.weight = nn.Parameter(packed, requires_grad=False)
+            self._product = onednn.linear
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
