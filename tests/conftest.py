@@ -159,7 +159,10 @@ def make_site(tmp_path, monkeypatch):
         return site
 
     make.pythonpath = lambda: os.pathsep.join(filter(None, [*sites, os.environ.get("PYTHONPATH")]))
-    return make
+    yield make
+    for name, module in list(sys.modules.items()):  # what a test imported from its site is not there for the next one
+        if (getattr(module, "__file__", None) or "").startswith(tuple(sites) or " "):
+            del sys.modules[name]
 
 
 @pytest.fixture

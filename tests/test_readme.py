@@ -71,5 +71,5 @@ def test_every_command_of_the_table_exists_and_no_other():
 
     shown = set(re.findall(r"^\| `torchplug (\w+)", README, re.MULTILINE))
     result = CliRunner().invoke(main, ["--help"])
-    listed = set(re.findall(r"^  (\w+) ", result.output.partition("Commands:")[2], re.MULTILINE))
+    listed = set(re.findall(r"^  (\w+)  ", result.output.partition("Commands:")[2], re.MULTILINE))
     assert result.exit_code == 0 and shown == listed

@@ -26,6 +26,7 @@ _PUBLIC = {
         "DeviceError",
         "HookNotProvided",
         "PluginError",
+        "Problem",
         "RequestError",
         "TorchplugError",
     ),
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from torchplug.errors import DeviceError as DeviceError
     from torchplug.errors import HookNotProvided as HookNotProvided
     from torchplug.errors import PluginError as PluginError
+    from torchplug.errors import Problem as Problem
     from torchplug.errors import RequestError as RequestError
     from torchplug.errors import TorchplugError as TorchplugError
     from torchplug.host import Host as Host

@@ -8,6 +8,7 @@ compute them in `__init__`.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -41,11 +42,10 @@ def build_module(cls: type[nn.Module], vllm_config: VllmConfig, subject: str) ->
     except TorchplugError:
         raise
     except Exception as error:
-        where = f"__init__ ({location(cls.__init__)})"
+        last = traceback.extract_tb(error.__traceback__)[-1]
         says = f"{type(error).__name__}: {error}"
-        raise PluginError(
-            subject, Problem(where, says, "see the chained exception for the line that failed")
-        ) from error
+        fix = f"it was raised in {last.filename}:{last.lineno}, {last.name}: check config.json, or report it to the author"
+        raise PluginError(subject, Problem(f"__init__ ({location(cls.__init__)})", says, fix)) from error
     finally:
         torch.set_default_dtype(before)
     _move_buffers(module, vllm_config.device_config.device)
