@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import transformers
@@ -59,6 +59,44 @@ class Continuation:
                 f"(at least {MIN_DISTINCT_TOKENS} are wanted), smallest top-2 gap {gap:.1e} "
                 f"(more than {MIN_TOP2_GAP:.0e} is wanted); find a seed with first_telling_seed"
             )
+
+
+class Case(Protocol):
+    """What a checkpoint is made from, and the prompts that it is asked. `options` go to `write_checkpoint`."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def options(self) -> dict[str, Any]: ...
+    @property
+    def prompts(self) -> list[tuple[int, ...]]: ...
+    @property
+    def logits_prompt(self) -> tuple[int, ...]: ...
+
+
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+@dataclass(frozen=True)
+class Reference(Generic[AnyCase]):
+    """One checkpoint on disk and what transformers makes of it."""
+
+    case: AnyCase
+    directory: Path
+    logits: Tensor
+    continuations: list[Continuation]
+
+
+def reference_of(case: AnyCase, directory: Path) -> Reference[AnyCase]:
+    """Write the checkpoint of `case` and ask transformers; raise WeakOracle unless every continuation is telling."""
+    write_checkpoint(directory, case.config, seed=case.seed, **case.options)
+    model = oracle_model(directory)
+    continuations = [oracle_continuation(model, prompt) for prompt in case.prompts]
+    for continuation in continuations:
+        continuation.require_telling()
+    return Reference(case, directory, oracle_logits(model, case.logits_prompt), continuations)
 
 
 def write_checkpoint(

@@ -3,18 +3,16 @@ whose prompts end just before, at and after the window's edge; and however a pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import checkpoints
 import pytest
 import torchplug
-from checkpoints import Continuation, assert_same_logits, assert_same_tokens, module_logits
+from checkpoints import Reference, assert_same_logits, assert_same_tokens, module_logits, reference_of
 from family_cases import ALTERNATING, CASES, MIXED, PROMPT_LENGTHS, WINDOW, Case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torchplug.layers import Attention
 
 pytestmark = pytest.mark.oracle
@@ -24,35 +22,18 @@ GREEDY = torchplug.SamplingParams(
 )
 
 
-@dataclass(frozen=True)
-class Reference:
-    """One checkpoint on disk and what transformers makes of it."""
-
-    case: Case
-    directory: Path
-    logits: Tensor
-    continuations: list[Continuation]
-
-
 @pytest.fixture(scope="module", params=CASES)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    case = CASES[request.param]
-    directory = tmp_path_factory.mktemp("checkpoint")
-    checkpoints.write_checkpoint(directory, case.config, seed=case.seed, **case.options)
-    model = checkpoints.oracle_model(directory)
-    continuations = [checkpoints.oracle_continuation(model, prompt) for prompt in case.prompts]
-    for continuation in continuations:
-        continuation.require_telling()
-    return Reference(case, directory, checkpoints.oracle_logits(model, case.logits_prompt), continuations)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference[Case]:
+    return reference_of(CASES[request.param], tmp_path_factory.mktemp("checkpoint"))
 
 
-def test_logits_of_a_prompt_equal_transformers(host: Any, reference: Reference) -> None:
+def test_logits_of_a_prompt_equal_transformers(host: Any, reference: Reference[Case]) -> None:
     module = host.load(str(reference.directory), device="cpu", dtype="float32").module
     assert windows_of(module) == reference.case.windows
     assert_same_logits(module_logits(module, reference.case.logits_prompt), reference.logits)
 
 
-def test_greedy_tokens_of_a_mixed_batch_equal_transformers(reference: Reference) -> None:
+def test_greedy_tokens_of_a_mixed_batch_equal_transformers(reference: Reference[Case]) -> None:
     prompts = [continuation.prompt for continuation in reference.continuations]
     for output, continuation in zip(generated(reference.directory, prompts), reference.continuations, strict=True):
         assert_same_tokens(output.token_ids, continuation)

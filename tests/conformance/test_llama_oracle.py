@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import checkpoints
 import pytest
 import torchplug
-from checkpoints import Continuation, assert_same_logits, assert_same_tokens, module_logits
+from checkpoints import Reference, assert_same_logits, assert_same_tokens, module_logits, reference_of
 from llama_cases import CASES, ODD, Case
-from torch import Tensor
 
 pytestmark = pytest.mark.oracle
 
 GREEDY = torchplug.SamplingParams(temperature=0, max_tokens=checkpoints.STEPS, ignore_eos=True, detokenize=False)
 
 
-@dataclass(frozen=True)
-class Reference:
-    """One checkpoint on disk and what transformers makes of it."""
-
-    case: Case
-    directory: Path
-    logits: Tensor
-    continuations: list[Continuation]
-
-
 @pytest.fixture(scope="module", params=CASES)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    case = CASES[request.param]
-    directory = tmp_path_factory.mktemp("checkpoint")
-    checkpoints.write_checkpoint(directory, case.config, seed=case.seed, **case.options)
-    model = checkpoints.oracle_model(directory)
-    continuations = [checkpoints.oracle_continuation(model, prompt) for prompt in case.prompts]
-    for continuation in continuations:
-        continuation.require_telling()
-    return Reference(case, directory, checkpoints.oracle_logits(model, case.logits_prompt), continuations)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference[Case]:
+    return reference_of(CASES[request.param], tmp_path_factory.mktemp("checkpoint"))
 
 
-def test_the_checkpoint_on_disk_is_what_the_case_says(reference: Reference) -> None:
+def test_the_checkpoint_on_disk_is_what_the_case_says(reference: Reference[Case]) -> None:
     config = checkpoints.read_config(reference.directory)
     assert not set(reference.case.drop) & set(config)
     assert ("rope_scaling" in config) == reference.case.old_rope_spelling
@@ -51,12 +32,12 @@ def test_the_checkpoint_on_disk_is_what_the_case_says(reference: Reference) -> N
     assert (len(shards) > 1) == (reference.case.max_shard_size is not None)
 
 
-def test_logits_of_a_prompt_equal_transformers(host: Any, reference: Reference) -> None:
+def test_logits_of_a_prompt_equal_transformers(host: Any, reference: Reference[Case]) -> None:
     module = host.load(str(reference.directory), device="cpu", dtype="float32").module
     assert_same_logits(module_logits(module, reference.case.logits_prompt), reference.logits)
 
 
-def test_greedy_tokens_of_a_mixed_batch_equal_transformers(reference: Reference) -> None:
+def test_greedy_tokens_of_a_mixed_batch_equal_transformers(reference: Reference[Case]) -> None:
     llm = torchplug.LLM(str(reference.directory), dtype="float32", skip_tokenizer_init=True)
     prompts = [{"prompt_token_ids": list(continuation.prompt)} for continuation in reference.continuations]
     outputs = llm.generate(prompts, GREEDY)
@@ -67,13 +48,9 @@ def test_greedy_tokens_of_a_mixed_batch_equal_transformers(reference: Reference)
 
 
 @pytest.fixture(scope="module")
-def grouped(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Reference[Case]:
     """One checkpoint with grouped heads and biases, for what concerns generation rather than the architecture."""
-    case = CASES["both_biases"]
-    directory = checkpoints.write_checkpoint(tmp_path_factory.mktemp("grouped"), case.config, seed=case.seed)
-    model = checkpoints.oracle_model(directory)
-    continuations = [checkpoints.oracle_continuation(model, prompt) for prompt in case.prompts]
-    return Reference(case, directory, checkpoints.oracle_logits(model, case.logits_prompt), continuations)
+    return reference_of(CASES["both_biases"], tmp_path_factory.mktemp("grouped"))
 
 
 @pytest.mark.parametrize(
@@ -85,14 +62,14 @@ def grouped(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     ],
     ids=str,
 )
-def test_greedy_tokens_do_not_depend_on_how_steps_are_cut(grouped: Reference, limits: dict[str, int]) -> None:
+def test_greedy_tokens_do_not_depend_on_how_steps_are_cut(grouped: Reference[Case], limits: dict[str, int]) -> None:
     llm = torchplug.LLM(str(grouped.directory), dtype="float32", skip_tokenizer_init=True, **limits)
     outputs = llm.generate([{"prompt_token_ids": list(c.prompt)} for c in grouped.continuations], GREEDY)
     for output, continuation in zip(outputs, grouped.continuations, strict=True):
         assert_same_tokens(output.outputs[0].token_ids, continuation)
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [5, 40])
+@pytest.mark.parametrize("max_num_batched_tokens", [33, 40])
 def test_dynamic_scaling_does_not_depend_on_how_steps_are_cut(tmp_path: Path, max_num_batched_tokens: int) -> None:
     # Past the trained length the rotation depends on the length that is being read: a prompt in chunks, if only because
     # its neighbours used up the step's budget, comes out otherwise than whole unless the engine sees to it.
@@ -108,7 +85,17 @@ def test_dynamic_scaling_does_not_depend_on_how_steps_are_cut(tmp_path: Path, ma
         assert_same_tokens(output.outputs[0].token_ids, continuation)
 
 
-def test_logprobs_of_greedy_tokens_equal_transformers(grouped: Reference) -> None:
+def test_a_prompt_that_dynamic_scaling_needs_whole_and_no_step_can_hold_is_refused(tmp_path: Path) -> None:
+    case = CASES["dynamic"]
+    checkpoints.write_checkpoint(tmp_path, case.config, seed=case.seed)
+    llm = torchplug.LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, max_num_batched_tokens=5)
+    trained = case.config["max_position_embeddings"]
+    with pytest.raises(torchplug.RequestError, match=f"load with max_num_batched_tokens={trained + 1} or more"):
+        llm.generate([{"prompt_token_ids": [1] * (trained + 1)}], GREEDY)
+    assert llm.generate([{"prompt_token_ids": [1] * trained}], GREEDY)[0].finished, "up to there a prompt may be cut"
+
+
+def test_logprobs_of_greedy_tokens_equal_transformers(grouped: Reference[Case]) -> None:
     llm = torchplug.LLM(str(grouped.directory), dtype="float32", skip_tokenizer_init=True)
     params = torchplug.SamplingParams(
         temperature=0, max_tokens=checkpoints.STEPS, ignore_eos=True, detokenize=False, logprobs=3

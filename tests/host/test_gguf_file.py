@@ -126,6 +126,7 @@ def test_both_versions_are_read(tmp_path: Path, version: int) -> None:
 def test_an_alignment_other_than_the_default_is_kept(tmp_path: Path) -> None:
     writer = GGUFWriter(str(tmp_path / "x.gguf"), "llama")
     writer.add_custom_alignment(256)
+    writer.add_string("filler", "x" * 100)
     values = {name: numpy.random.default_rng(0).standard_normal((3, 5)).astype(numpy.float32) for name in "abc"}
     for name, value in values.items():
         writer.add_tensor(name, value)

@@ -197,8 +197,8 @@ def test_special_tokens_typed_in_text_are_those_tokens(tmp_path: Path, write_ggu
     write_gguf(tmp_path / "x.gguf")
     checkpoint = open_checkpoint(tmp_path / "x.gguf")
     ours = checkpoint.tokenizer()
-    encoded = ours.encode("hello<|a|><think> x<|b|>")
-    assert encoded.tokens == ["hello", "<|a|>", "<think>", "Ġ", "x", "<|b|>"]
+    encoded = ours.encode("hello<|a|><think> x<|b|><|c|>")
+    assert encoded.tokens == ["hello", "<|a|>", "<think>", "Ġ", "x", "<|b|>", "<|c|>"]
     # Control tokens are special and left out on request; a user-defined one is ordinary text.
     assert ours.decode(encoded.ids, skip_special_tokens=True) == "hello<think> x"
     assert checkpoint.special_tokens == {"bos_token": "<|a|>", "eos_token": "<|b|>"}

@@ -10,6 +10,7 @@ from torchplug.layers import (
     QKVParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    onednn,
 )
 
 
@@ -88,3 +89,52 @@ def test_head_gives_logits_and_may_share_the_embedding():
     torch.testing.assert_close(tied(hidden), hidden @ embedding.weight.T)
     torch.testing.assert_close(untied(hidden), hidden @ untied.weight.T + untied.bias)
     assert untied.weight is not embedding.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("out_features", "in_features"), [(13, 17), (1, 5), (192, 64), (64, 1)])
+def test_finishing_the_load_changes_the_layout_but_not_the_result(dtype, bias, out_features, in_features):
+    layer = randomised(RowParallelLinear(in_features, out_features, bias)).to(dtype)
+    plain = layer.weight.clone()
+    inputs = [torch.randn(*shape, in_features).to(dtype) for shape in [(1,), (2,), (7,), (40,), (3, 5), (0,), ()]]
+    inputs.append(torch.randn(in_features, 6).to(dtype).T)
+    layer.process_weights_after_loading()
+    for x in inputs:
+        exact = F.linear(x.double(), plain.double(), layer.bias.double() if bias else None)
+        result = layer(x)
+        assert result.dtype == dtype
+        torch.testing.assert_close(
+            result.double(), exact, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps * 150
+        )
+    assert (layer.weight.shape, layer.weight.dtype) == (plain.shape, dtype)
+    assert torch.equal(layer.weight.to_dense() if layer.weight.is_mkldnn else layer.weight, plain)
+    assert set(layer.state_dict()) == ({"weight", "bias"} if bias else {"weight"})
+
+
+@pytest.mark.skipif(onednn.packed(torch.zeros(2, 2)) is None, reason="this build of torch has no oneDNN")
+def test_a_weight_is_resident_in_one_layout_only():
+    layer = randomised(ColumnParallelLinear(64, 32))
+    layer.process_weights_after_loading()
+    assert layer.weight.is_mkldnn
+    assert [name for name, value in vars(layer).items() if isinstance(value, torch.Tensor)] == []
+
+
+def test_without_onednn_the_weight_stays_plain(monkeypatch):
+    monkeypatch.setattr(onednn, "packed", lambda weight: None)
+    layer = randomised(ColumnParallelLinear(17, 13, bias=True))
+    weight, x = layer.weight, torch.randn(3, 17)
+    expected = layer(x)
+    layer.process_weights_after_loading()
+    assert layer.weight is weight
+    assert torch.equal(layer(x), expected)
+
+
+def test_a_tied_head_keeps_the_embeddings_rows():
+    embedding = randomised(VocabParallelEmbedding(11, 7))
+    head, hidden = ParallelLMHead(11, 7, tied_to=embedding), torch.randn(2, 7)
+    expected = head(hidden)
+    head.process_weights_after_loading()
+    assert head.weight is embedding.weight
+    assert torch.equal(head(hidden), expected)
+    assert torch.equal(embedding(torch.tensor([4])), embedding.weight[4:5])

@@ -47,7 +47,10 @@ class LLMEngine:
             max_model_len=self.max_model_len,
         )
         self._scheduler = Scheduler(
-            limits.max_num_seqs, limits.max_num_batched_tokens, whole_prefix=not self._runner.cached
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            whole_prefix=not self._runner.cached,
+            whole_above=self._runner.whole_above,
         )
         self._sampler = Sampler(seed)
         self._requests: dict[str, Request] = {}
@@ -168,6 +171,16 @@ class LLMEngine:
                     "prompt",
                     f"has {len(token_ids)} tokens and needs room for a new one; max_model_len is {self.max_model_len}",
                     "shorten it, or raise max_model_len as far as the model allows",
+                )
+            )
+        whole_above, budget = self._runner.whole_above, self.model.vllm_config.scheduler_config.max_num_batched_tokens
+        if whole_above is not None and len(token_ids) > max(whole_above, budget):
+            problems.append(
+                Problem(
+                    "prompt",
+                    f"has {len(token_ids)} tokens; with this model's dynamic rotary scaling, a prompt past its trained "
+                    f"{whole_above} tokens is computed in one step, and max_num_batched_tokens is {budget}",
+                    f"load with max_num_batched_tokens={len(token_ids)} or more",
                 )
             )
         bad = [i for i in token_ids if i < 0 or (self.vocab_size is not None and i >= self.vocab_size)]

@@ -22,13 +22,19 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """Args:
-    module: Of the model class convention, in eval mode on `device`.
-    dtype: Of the cache.
-    device: Of the module and of every tensor that it is given.
-    max_num_seqs: Most requests in a step.
-    max_num_batched_tokens: Most tokens in a step.
-    max_model_len: Most tokens of a request.
+    """Executes the steps of one module.
+
+    Args:
+        module: Of the model class convention, in eval mode on `device`.
+        dtype: Of the cache.
+        device: Of the module and of every tensor that it is given.
+        max_num_seqs: Most requests in a step.
+        max_num_batched_tokens: Most tokens in a step.
+        max_model_len: Most tokens of a request.
+
+    Attributes:
+        cached: Whether the module keeps keys and values between steps.
+        whole_above: Prompts of more tokens must not be cut into steps; None where all may be.
     """
 
     def __init__(
@@ -45,6 +51,8 @@ class Runner:
         self._device = device
         self._cache = SlotCache(module, dtype=dtype, device=device, max_slots=max_num_seqs, max_tokens=max_model_len)
         self.cached = bool(self._cache.layers)
+        parts = [part for part in module.modules() if getattr(part, "depends_on_length", False)]
+        self.whole_above: int | None = min((int(part.max_positions) for part in parts), default=None)  # type: ignore[arg-type]
         # Buffers are made once: at batch 1 building tensors would be most of what a step costs without the model.
         self._input_ids = _Staged(max_num_batched_tokens, torch.int64, device)
         self._positions = _Staged(max_num_batched_tokens, torch.int64, device)

@@ -33,11 +33,21 @@ class Scheduler:
         max_num_seqs: Slots: most requests that run at once.
         max_num_batched_tokens: Most tokens in one step.
         whole_prefix: Without a cache every step needs all of a request's tokens; then the budget does not apply.
+        whole_above: A prompt of more tokens than this is computed in one step (`depends_on_length` of a layer); it
+            waits, first in line, until a step has room for it. None: any prompt may be cut.
     """
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, *, whole_prefix: bool = False) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        *,
+        whole_prefix: bool = False,
+        whole_above: int | None = None,
+    ) -> None:
         self._budget = max_num_batched_tokens
         self._whole_prefix = whole_prefix
+        self._whole_above = whole_above
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         # One write owns a slot and one write frees it, so an interrupt at any point can neither leak a slot nor free
@@ -81,12 +91,17 @@ class Scheduler:
                 return batch
             budget -= self._take(request, budget, batch)
         while self._waiting and budget and None in self._owners:
+            if self._is_whole(self._waiting[0]) and len(self._waiting[0].token_ids) > budget:
+                break
             request = self._waiting.popleft()
             request.slot = self._owners.index(None)  # low slots first keep the cache small
             self._owners[request.slot] = request
             self._running.append(request)
             budget -= self._take(request, budget, batch)
         return batch
+
+    def _is_whole(self, request: Request) -> bool:
+        return self._whole_above is not None and len(request.token_ids) > self._whole_above
 
     def _take(self, request: Request, budget: int, batch: list[Scheduled]) -> int:
         """Schedule as much of a request as the budget allows; returns the tokens taken out of the budget."""

@@ -38,7 +38,7 @@ class Host:
 
     @property
     def architectures(self) -> Mapping[str, ModelPlugin]:
-        """Per architecture, the catalogue row of its owner. An absent or contested architecture is an error on access."""
+        """Per architecture, the row of its owner. An absent or contested architecture is an error on access."""
         return _Owners(self.catalogue)
 
     def model_class(self, architecture: str) -> ModelClass:

@@ -145,24 +145,51 @@ class _Keys:
 
 
 def _llama_config(file: GgufFile) -> dict[str, Any]:
+    """Llama's config. llama.cpp's converter files Mistral as a llama too, without its window, and so it is run here."""
+    return _decoder_config(file, "LlamaForCausalLM", "llama") | {
+        "attention_bias": _any_bias(file, "attn_(q|k|v|output)"),
+        "mlp_bias": _any_bias(file, "ffn_(gate|up|down)"),
+    }
+
+
+def _qwen2_config(file: GgufFile) -> dict[str, Any]:
+    return _decoder_config(file, "Qwen2ForCausalLM", "qwen2")
+
+
+def _qwen3_config(file: GgufFile) -> dict[str, Any]:
+    bias = _any_bias(file, "attn_(q|k|v|output)")
+    return _decoder_config(file, "Qwen3ForCausalLM", "qwen3") | {"attention_bias": bias}
+
+
+def _any_bias(file: GgufFile, stems: str) -> bool:
+    return any(re.fullmatch(rf"blk\.\d+\.{stems}\.bias", name) for name in file.tensors)
+
+
+def _decoder_config(file: GgufFile, architecture: str, model_type: str) -> dict[str, Any]:
+    """The keys of a rotary, pre-norm decoder with grouped queries and a gated MLP; CheckpointError lists what is
+    missing or not supported."""
     keys = _Keys(file)
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", hidden // heads or 1)
-    if "llama.attention.key_length" not in file and hidden % heads:
+    if f"{keys.prefix}.attention.key_length" not in file and hidden % heads:
         keys.refuse("attention.head_count", f"is {heads}, which does not divide embedding_length {hidden}", _DAMAGED)
     for key in ("attention.value_length", "rope.dimension_count"):
         if keys.count(key, head_dim) != head_dim:
             keys.refuse(key, f"is {keys.count(key)} where attention heads have {head_dim}", _VARIANT)
-    if (file.integer("llama.expert_count") or 0) > 0:
+    if (file.integer(f"{keys.prefix}.expert_count") or 0) > 0:
         keys.refuse("expert_count", "says that this is a mixture of experts", _VARIANT)
-    if file.flag("llama.attention.causal") is False:
+    window, context = file.integer(f"{keys.prefix}.attention.sliding_window") or 0, keys.count("context_length")
+    if 0 < window < context:
+        says = f"says that layers see only {window} of up to {context} tokens"
+        keys.refuse("attention.sliding_window", says, _VARIANT)
+    if file.flag(f"{keys.prefix}.attention.causal") is False:
         keys.refuse("attention.causal", "says that attention looks ahead, as in an embedding model", _VARIANT)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         keys.refuse("vocab_size", "cannot be found: there is no two-dimensional tensor token_embd.weight", _DAMAGED)
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": model_type,
         "hidden_size": hidden,
         "intermediate_size": keys.count("feed_forward_length"),
         "num_hidden_layers": keys.count("block_count"),
@@ -170,14 +197,12 @@ def _llama_config(file: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": keys.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": keys.count("context_length"),
+        "max_position_embeddings": context,
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         # ggml keeps the padded table, metadata sometimes the unpadded count: the table is what has to be filled.
         "vocab_size": embedding.shape[0] if embedding else 0,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_(q|k|v|output)\.bias", name) for name in file.tensors),
-        "mlp_bias": any(re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.bias", name) for name in file.tensors),
     }
     scaling = _rope_scaling(keys, config)
     if scaling:
@@ -285,23 +310,31 @@ def _llama3_scaling(keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any] | 
     return None
 
 
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_QK_NORM = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+# The rotary factors become rope_scaling.
+_SKIPPED = frozenset({_ROPE_FACTORS})
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         config=_llama_config,
-        outer={"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
-        inner={
-            "attn_norm": "input_layernorm",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_output": "self_attn.o_proj",
-            "ffn_norm": "post_attention_layernorm",
-            "ffn_gate": "mlp.gate_proj",
-            "ffn_up": "mlp.up_proj",
-            "ffn_down": "mlp.down_proj",
-        },
+        outer=_OUTER,
+        inner=_INNER,
         heads={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"},
-        # The rotary factors become rope_scaling; per-layer rotary frequencies of old files follow from rope_theta.
-        skipped=frozenset({_ROPE_FACTORS}),
+        skipped=_SKIPPED,
     ),
+    # ggml rotates halves for these, as Hugging Face models do, so the converter leaves their rows alone.
+    "qwen2": Family(config=_qwen2_config, outer=_OUTER, inner=_INNER, heads={}, skipped=_SKIPPED),
+    "qwen3": Family(config=_qwen3_config, outer=_OUTER, inner=_INNER | _QK_NORM, heads={}, skipped=_SKIPPED),
 }

@@ -44,7 +44,7 @@ def build_module(cls: type[nn.Module], vllm_config: VllmConfig, subject: str) ->
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         says = f"{type(error).__name__}: {error}"
-        fix = f"it was raised in {last.filename}:{last.lineno}, {last.name}: check config.json, or report it to the author"
+        fix = f"see {last.filename}:{last.lineno}: check config.json, or report it to the plugin's author"
         raise PluginError(subject, Problem(f"__init__ ({location(cls.__init__)})", says, fix)) from error
     finally:
         torch.set_default_dtype(before)
@@ -114,7 +114,9 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+                # Not empty_like: on a meta tensor it imports torch's decompositions, 0.3 s and 33 MB.
+                values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                real = nn.Parameter(values, requires_grad=False)
                 vars(real).update(vars(parameter))
                 made[id(parameter)] = real
             part._parameters[name] = made[id(parameter)]
