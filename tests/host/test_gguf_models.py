@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ REFUSED: dict[str, tuple[Callable[[GGUFWriter], Any], str]] = {
     "unknown scaling": (lambda writer: writer.add_string("llama.rope.scaling.type", "longrope"), "longrope"),
     "value heads": (lambda writer: writer.add_value_length(8), "is 8 where attention heads have 16"),
     "partial rotary": (lambda writer: writer.add_rope_dimension_count(8), "is 8 where attention heads have 16"),
+    "odd heads": (lambda writer: writer.add_key_length(15), "need an even size of heads"),
     "no heads": (lambda writer: writer.add_head_count(0), "head_count: is 0"),
     "heads per layer": (lambda writer: writer.add_head_count([4, 2]), "head_count: the metadata under"),
     "rows and heads": (lambda writer: writer.add_head_count_kv(4), "expected 4 heads x 16 rows"),
@@ -122,6 +124,17 @@ def test_what_is_not_supported_is_refused_by_name(
 
     write_gguf(tmp_path / "x.gguf", edit=replace)
     assert says in refusal(tmp_path / "x.gguf")
+
+
+def test_a_tensor_without_columns_is_read_as_such(tmp_path: Path, write_gguf: Write) -> None:
+    """It is the loader's business to find its shape wrong; restoring the order of its rows once failed."""
+    write_gguf(tmp_path / "x.gguf", num_hidden_layers=1, tie_word_embeddings=True)
+    raw = (tmp_path / "x.gguf").read_bytes()
+    shape = struct.pack("<QQ", 64, 64)
+    at = raw.index(shape, raw.index(b"blk.0.attn_q.weight"))
+    (tmp_path / "x.gguf").write_bytes(raw[:at] + struct.pack("<QQ", 0, 64) + raw[at + len(shape) :])
+    read = dict(open_checkpoint(tmp_path / "x.gguf").weights())
+    assert read["model.layers.0.self_attn.q_proj.weight"].shape == (64, 0)
 
 
 def test_everything_that_is_missing_is_one_error(tmp_path: Path) -> None:

@@ -188,8 +188,9 @@ def test_decodes_that_fill_their_blocks_are_told_from_those_that_overflow_them()
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 6])
-def test_half_precision_is_close(dtype, window):
-    batch = Batch(9, 3, 64, window=window, dtype=dtype)
+@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 16)])
+def test_half_precision_is_close(dtype, window, shape):
+    batch = Batch(*shape, window=window, dtype=dtype)
     for name in "ab":
         batch.add(name)
     for plan in ({"a": 20}, {"a": 5, "b": 1}, {"b": 1, "a": 1}, {"a": 1}):

@@ -328,13 +328,13 @@ class GgufFile:
         for size in shape:
             elements *= size or 1
             if elements >= 2**63:  # torch counts in 64 bits
-                return f"has shape {shown(list(shape))}, of 2**63 or more elements"
+                return f"has shape {list(shape)}, of 2**63 or more elements"
         row = shape[-1] if shape else 1
         if row % kind.block:
             return f"has rows of {row:,} values, not a whole number of {kind.name}'s blocks of {kind.block}"
         nbytes = 0 if 0 in shape else elements // kind.block * kind.nbytes
         if start + nbytes > self._size:
-            return f"of shape {shown(list(shape))} would end at byte {start + nbytes:,}; the file has {self._size:,}"
+            return f"of shape {list(shape)} would end at byte {start + nbytes:,}; the file has {self._size:,}"
         return GgufTensor(name, kind, shape, start, nbytes)
 
     def _unexpected(self, key: str, expected: str) -> NoReturn:

@@ -85,8 +85,9 @@ def restore_rows(name: str, tensor: Tensor, family: Family, config: Mapping[str,
     key = family.heads.get(leaf)
     if key is None:
         return tensor
-    heads = config[key]
-    return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    rows, *rest = tensor.shape
+    pairs = tensor.reshape(config[key], rows // config[key] // 2, 2, *rest)
+    return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
 def _translated(name: str, family: Family) -> str | None:
@@ -173,6 +174,8 @@ def _decoder_config(file: GgufFile, architecture: str, model_type: str) -> dict[
     head_dim = keys.count("attention.key_length", hidden // heads or 1)
     if f"{keys.prefix}.attention.key_length" not in file and hidden % heads:
         keys.refuse("attention.head_count", f"is {heads}, which does not divide embedding_length {hidden}", _DAMAGED)
+    if head_dim % 2:
+        keys.refuse("attention.key_length", f"is {head_dim}; rotary embeddings need an even size of heads", _DAMAGED)
     for key in ("attention.value_length", "rope.dimension_count"):
         if keys.count(key, head_dim) != head_dim:
             keys.refuse(key, f"is {keys.count(key)} where attention heads have {head_dim}", _VARIANT)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -276,21 +277,17 @@ class Specimen:
             self._loaded = None
 
 
-class poisoned_memory:  # noqa: N801 - used as a context manager, like a function
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
     """Inside, PyTorch fills what `torch.empty` allocates with NaN (integers: their greatest value)."""
-
-    def __enter__(self) -> None:
-        self._before = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory,
-        )
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-
-    def __exit__(self, *error: object) -> None:
-        enabled, warn_only, fill = self._before
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    mode, fill = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    # use_deterministic_algorithms does the same, and imports the compiler first: 1.3 s.
+    torch.set_deterministic_debug_mode("warn")
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
         torch.utils.deterministic.fill_uninitialized_memory = fill
 
 

@@ -171,13 +171,13 @@ class TourForCausalLM(
     # -- step phase: in every step ---------------------------------------------------------------------------
 
     @hookimpl
-    def embed_multimodal(self, **kwargs: object) -> list[Tensor]:
+    def embed_multimodal(self, **kwargs: Any) -> list[Tensor]:
         """`pixel_values`: [patches, patch_size] per image; `audio_values`: [frames, frame_size] per sound.
 
         Returns [patches, hidden] and [frames, hidden] tensors, in the order of the keywords.
         """
         towers = {"pixel_values": self.image_tower, "audio_values": self.audio_tower}
-        return [towers[name](item) for name, items in kwargs.items() for item in items]  # type: ignore[attr-defined]
+        return [towers[name](item) for name, items in kwargs.items() for item in items]
 
     # -- the conventions of every model ----------------------------------------------------------------------
 
