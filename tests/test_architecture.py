@@ -22,7 +22,7 @@ RANKS = {
     "host": 4,
     "engine": 5,
     "testing": 6,
-    "cli": 6,
+    "cli": 7,
 }
 """Every part of the package; a part imports only parts of a lower rank, or itself."""
 

@@ -283,7 +283,6 @@ def test_the_spec_says_what_a_token_costs():
     keys, values = allocate_kv_cache(layer.kv_cache_spec(), 3, 4, torch.bfloat16, "cpu")
     assert keys.numel() == values.numel() == 3 * 4 * 2 * 8
     assert keys.dtype == torch.bfloat16
-    assert not keys.any()
     own = KVCacheSpec(2, 8, dtype=torch.float32)
     assert allocate_kv_cache(own, 1, 1, torch.bfloat16, "cpu")[0].dtype == torch.float32
 

@@ -36,6 +36,7 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "doctor": LazyCommand(
         "torchplug.cli.doctor_command:doctor", "What is wrong with the installed plugins, and the fix."
     ),
+    "check": LazyCommand("torchplug.cli.check:check", "Whether a model class keeps its promises, and the fix."),
     "api": LazyCommand("torchplug.cli.api:api", "The hooks of this release, for authors and for comparing releases."),
     "generate": LazyCommand("torchplug.cli.generate:generate", "Answer prompts with a model."),
     "chat": LazyCommand("torchplug.cli.chat:chat", "Talk to a model in the terminal."),

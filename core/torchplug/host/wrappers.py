@@ -104,33 +104,41 @@ class Wrapper:
 def observer(
     before: Callable[[str, Any, dict[str, Any]], object] | None = None,
     after: Callable[[str, Any, dict[str, Any], Any], object] | None = None,
+    failed: Callable[[str, Any, dict[str, Any], BaseException], object] | None = None,
 ) -> SimpleNamespace:
-    """A wrapper plugin around every hook, to be attached like any other.
+    """A wrapper plugin around every hook, to be attached like any other; it can look at results, not change them.
+
+    For each call that `before` has seen, either `after` or `failed` follows, with the same `arguments` dict.
 
     Args:
         before: Called as before(hook_name, model, arguments) when a hook is called.
-        after: Called as after(hook_name, model, arguments, result) when it has returned; not when it raised.
+        after: Called as after(hook_name, model, arguments, result) when it has returned.
+        failed: Called as failed(hook_name, model, arguments, error) when it has raised; the error goes on afterwards.
     """
     plugin = SimpleNamespace(__name__="observer")
     for hook in HOOKS.values():
-        arguments = "{" + ", ".join(f"{name!r}: {name}" for name in hook.arguments) + "}"
+        call = f"{hook.name!r}, model, arguments"
         lines = [
             f"def {hook.name}(model{''.join(f', {name}' for name in hook.arguments)}):",
-            f"    arguments = {arguments}",
-            *([f"    _before({hook.name!r}, model, arguments)"] if before else []),
-            "    result = yield",
-            *([f"    _after({hook.name!r}, model, arguments, result)"] if after else []),
+            f"    arguments = {{{', '.join(f'{name!r}: {name}' for name in hook.arguments)}}}",
+            *([f"    _before({call})"] if before else []),
+            *(["    try:", "        result = yield"] if failed else ["    result = yield"]),
+            *(
+                ["    except BaseException as error:", f"        _failed({call}, error)", "        raise"]
+                if failed
+                else []
+            ),
+            *([f"    _after({call}, result)"] if after else []),
             "    return result",
         ]
-        scope: dict[str, Any] = {"_before": before, "_after": after}
+        scope: dict[str, Any] = {"_before": before, "_after": after, "_failed": failed}
         exec(compile("\n".join(lines), f"<torchplug observer {hook.name}>", "exec"), scope)
-        setattr(plugin, hook.name, hookimpl(wrapper=True)(scope[hook.name]))
+        setattr(plugin, hook.name, hookimpl(wrapper=True)(scope.pop(hook.name)))
     return plugin
 
 
 def _marked(plugin: Any) -> list[tuple[str, Callable[..., Any], Mapping[str, Any]]]:
-    """Functions of a plugin that carry the mark. Reads the class's attributes, so that no property of the plugin runs.
-    """
+    """Functions of a plugin that carry the mark. Raw attributes are read, so that no property of the plugin runs."""
     found = []
     for name in dir(plugin):
         raw = inspect.getattr_static(plugin, name)

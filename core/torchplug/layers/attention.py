@@ -34,7 +34,7 @@ class KVCacheSpec:
 def allocate_kv_cache(
     spec: KVCacheSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
 ) -> KVCache:
-    """The cache of one layer: (keys, values) for num_blocks * block_size tokens, zeroed, in the backend's own layout.
+    """The cache of one layer: (keys, values) for num_blocks * block_size tokens, in the backend's own layout.
 
     `spec.dtype`, where given, wins over `dtype`. The pair is for `Attention.kv_cache`; nothing else should look inside.
     """

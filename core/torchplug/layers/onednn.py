@@ -7,6 +7,8 @@ batch size better. SmolLM2-135M (tied head left plain), ms per step, plain again
     rows        1           2           4           8           128
     bfloat16    41.3  30.5  43.0  34.6  49.7  34.3  60.8  44.2  191  177
     float32     52.3  49.4  89.2  69.3  80.2  55.3  99.3  74.0  394  345
+
+With 2 threads on an idle machine, bfloat16, wall time: 28.5 and 24.6 ms at 1 row, 36.9 and 30.6 at 8.
 """
 
 from __future__ import annotations

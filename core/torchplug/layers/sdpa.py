@@ -21,11 +21,13 @@ from torchplug.forward_context import ForwardContext
 def allocate_kv_cache(
     num_slots: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Zeroed keys and values of one layer, each [1, num_kv_heads, num_slots, head_size], strides those of [num_slots,
-    num_kv_heads, head_size]."""
+    """Keys and values of one layer, each [1, num_kv_heads, num_slots, head_size], in memory as [num_slots,
+    num_kv_heads, head_size]. Not initialised: a slot is never read before it is written, and memory is taken as slots
+    are used.
+    """
 
     def half() -> Tensor:
-        return torch.zeros(num_slots, num_kv_heads, head_size, dtype=dtype, device=device).transpose(0, 1).unsqueeze(0)
+        return torch.empty(num_slots, num_kv_heads, head_size, dtype=dtype, device=device).transpose(0, 1).unsqueeze(0)
 
     return half(), half()
 

@@ -6,7 +6,7 @@ cache. Tokens are followed greedily, and logits are compared: max|a - b| <= 1e-4
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -49,7 +49,7 @@ def cached_equals_uncached(specimen: Specimen) -> Iterator[Finding]:
             "keep nothing from step to step but in torchplug.layers.Attention"
         )
         yield from steps.differences(
-            [f"token {prompt + index} of {device}, {index} of them decoded" for index in range(len(found))],
+            [f"after {prompt + index} tokens on {device}, {index} of them decoded" for index in range(len(found))],
             found,
             list(expected),
             fix,
@@ -57,8 +57,7 @@ def cached_equals_uncached(specimen: Specimen) -> Iterator[Finding]:
 
 
 def alone_equals_in_a_batch(specimen: Specimen) -> Iterator[Finding]:
-    """Three requests of different lengths, one of which joins later, in changing order; each against its own forward.
-    """
+    """Three requests of different lengths, one of which joins later, in changing order; each against its own forward."""
     for device in specimen.devices:
         steps = _Steps(specimen, device)
         requests = [specimen.token_ids(steps.limited(length), seed) for seed, length in enumerate((5, 3, _PROMPT))]
@@ -76,7 +75,7 @@ def alone_equals_in_a_batch(specimen: Specimen) -> Iterator[Finding]:
                 continue
             first = len(tokens) - len(rows[index])
             expected = list(steps.one_shot(tokens[:-1])[first - 1 :])
-            labels = [f"token {first + step} of request {index} on {device}" for step in range(len(expected))]
+            labels = [f"after {first + step} tokens of request {index} on {device}" for step in range(len(expected))]
             fix = (
                 "the rows of a step are tokens of several requests: let none but Attention mix rows "
                 "(no mean, cumsum, norm, shift or convolution over dim 0), and keep no state in the module"
@@ -100,7 +99,7 @@ def chunk_split(specimen: Specimen) -> Iterator[Finding]:
                 "from Attention's cache alone"
             )
             yield from steps.differences(
-                [f"token {at} on {device}, prompt of {len(tokens)} cut at {cut}" for at in (cut, len(tokens))],
+                [f"after {at} tokens on {device}, prompt of {len(tokens)} cut at {cut}" for at in (cut, len(tokens))],
                 [first, last],
                 [expected[cut - 1], expected[-1]],
                 fix,
@@ -120,13 +119,11 @@ def dtype_and_device(specimen: Specimen) -> Iterator[Finding]:
             model = specimen.load(device, dtype)
             tokens = tokens or specimen.token_ids(min(_PROMPT, model.vllm_config.model_config.max_model_len))
             label = f"in {_name(dtype)} on {device}"
-            hidden, logits = _forward(specimen, model, tokens, label)
-            faults = list(_placed(specimen, hidden, logits, model, len(tokens), label))
-            yield from faults
-            if faults:
+            logits = yield from _placed(specimen, model, tokens, label)
+            if logits is None:
                 continue
-            reference = logits.float().cpu() if reference is None else reference
-            off = _distance(logits.float().cpu(), reference)
+            reference = logits if reference is None else reference
+            off = _distance(logits, reference)
             allowed = _BFLOAT16_TOLERANCE if dtype is torch.bfloat16 else _BETWEEN_DEVICES
             if not off <= allowed:
                 says = f"expected logits {label} within {allowed:g} of the first device's in float32, found {off:.2g}"
@@ -138,31 +135,35 @@ def dtype_and_device(specimen: Specimen) -> Iterator[Finding]:
 
 
 def _placed(
-    specimen: Specimen, hidden: Any, logits: Any, model: LoadedModel, count: int, label: str
-) -> Iterator[Problem]:
-    """dtype, device and rows of what forward and compute_logits return."""
-    for method, found, dtypes in (
-        ("forward", hidden, (model.dtype,)),
-        ("compute_logits", logits, (model.dtype, torch.float32)),
-    ):
-        fits = isinstance(found, Tensor) and found.dim() == 2 and found.shape[0] == count
-        if not fits or found.dtype not in dtypes or found.device != model.device:
-            wanted = f"{' or '.join(map(_name, dtypes))}[{count}, ...] on {model.device}"
+    specimen: Specimen, model: LoadedModel, tokens: Sequence[int], label: str
+) -> Generator[Problem, None, Tensor | None]:
+    """dtype, device and rows of what forward and compute_logits return; gives the logits, None where a problem was.
+
+    embed_input_ids is called as a hook, whose own check of the result tells about it.
+    """
+    ids = torch.tensor(tokens, device=model.device)
+    found: Any = None
+    with torch.inference_mode():
+        model.hooks.embed_input_ids(ids)
+    for method, dtypes in (("forward", (model.dtype,)), ("compute_logits", (model.dtype, torch.float32))):
+        with torch.inference_mode():
+            if method == "forward":
+                found = model.module(ids, torch.arange(len(tokens), device=model.device))
+            else:
+                found = model.module.compute_logits(found)  # type: ignore[operator]
+        rows = found.shape[0] if isinstance(found, Tensor) and found.dim() == 2 else None
+        if rows != len(tokens) or found.dtype not in dtypes or found.device != model.device:
+            wanted = f"{' or '.join(map(_name, dtypes))}[{len(tokens)}, ...] on {model.device}"
             says = f"expected {wanted} {label}, found {describe(found)}"
             fix = "make tensors in the input's dtype and on its device, and register constant ones as buffers"
             yield Problem(specimen.where(method), says, fix)
-        elif not bool(found.isfinite().all()):
+            return None
+        if not bool(found.isfinite().all()):
             says = f"expected finite numbers {label}, found others"
             yield Problem(specimen.where(method), says, "look for overflow, 0/0 and memory that nobody wrote")
-
-
-def _forward(specimen: Specimen, model: LoadedModel, tokens: Sequence[int], label: str) -> tuple[Any, Any]:
-    """Hidden states and logits of one sequence; the hook's own check tells about embed_input_ids."""
-    ids = torch.tensor(tokens, device=model.device)
-    with torch.inference_mode():
-        model.hooks.embed_input_ids(ids)
-        hidden = model.module(ids, torch.arange(len(tokens), device=model.device))
-        return hidden, model.module.compute_logits(hidden)  # type: ignore[operator]
+            return None
+    logits: Tensor = found.float().cpu()
+    return logits
 
 
 def _moved(specimen: Specimen, tokens: Sequence[int]) -> Iterator[Problem]:

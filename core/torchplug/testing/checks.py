@@ -191,9 +191,7 @@ def run_check(check: Check, specimen: Specimen, skip: str = "") -> Result:
     if check.name not in specimen.results:
         began = time.perf_counter()
         failed = [
-            need
-            for need in check.needs
-            if not skip and run_check(_BY_NAME[need], specimen).outcome is Outcome.FAILED
+            need for need in check.needs if not skip and run_check(_BY_NAME[need], specimen).outcome is Outcome.FAILED
         ]
         if failed:
             skip = f"{failed[0]} failed"

@@ -66,8 +66,9 @@ def imported(request: dict[str, Any]) -> dict[str, Any]:
         request: `module`, `name`, and the import path, environment and directory to do it in.
 
     Returns `error` (None, or what the import raised), `milliseconds`, `output` (what it printed), `changes` (kind of
-    state, name, before, after), `interfaces` and `hooks` of the class.
+    state, name, before, after), `refused` (None, or why the host refuses the class), its `interfaces` and `hooks`.
     """
+    from torchplug.errors import ContractError
     from torchplug.host.contracts import inspect_class
 
     sys.path[:] = request["path"]
@@ -75,7 +76,7 @@ def imported(request: dict[str, Any]) -> dict[str, Any]:
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
     sys.path_importer_cache.clear()
-    answer: dict[str, Any] = {"error": None, "interfaces": [], "hooks": []}
+    answer: dict[str, Any] = {"error": None, "refused": None, "interfaces": [], "hooks": []}
     before = _state()
     found: Any = None
     with tempfile.TemporaryFile() as output:
@@ -109,8 +110,8 @@ def imported(request: dict[str, Any]) -> dict[str, Any]:
         try:
             report = inspect_class(found, subject="")
             answer["interfaces"], answer["hooks"] = sorted(report.interfaces), sorted(report.implementations)
-        except Exception as error:
-            answer["error"] = f"{type(error).__name__}: {error}"
+        except ContractError as error:
+            answer["refused"] = "; ".join(f"{problem.where} {problem.says}" for problem in error.problems)
     return answer
 
 

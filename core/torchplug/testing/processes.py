@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import IO, Any, Final
+from typing import Final
 
-from torchplug.errors import PluginError, Problem
+from torchplug.errors import Problem
 from torchplug.host import locate
 from torchplug.testing import probe
 from torchplug.testing.findings import Finding
+from torchplug.testing.probe_server import probe_import
 from torchplug.testing.specimen import Skip, Specimen
 
 _IMPORTS_ONLY: Final = "let the module define classes and functions, and do this in the model's constructor or later"
@@ -49,10 +48,14 @@ def import_contract(specimen: Specimen) -> Iterator[Finding]:
         says = f"expected the process as it was, found {kind} {changed} changed from {before} to {after}"
         yield Problem(where, says, f"{_FIXES[kind]}; {_IMPORTS_ONLY}")
     if not specimen.class_problems:
-        here = {"interfaces": sorted(specimen.report.interfaces), "hooks": sorted(specimen.report.implementations)}
+        here = {
+            "refused": None,
+            "interfaces": sorted(specimen.report.interfaces),
+            "hooks": sorted(specimen.report.implementations),
+        }
         for what, expected in here.items():
             if answer[what] != expected:
-                says = f"expected the {what} that the class has here, {expected}, found {answer[what]} there"
+                says = f"expected the class as it is here ({what}: {expected}), found {what}: {answer[what]}"
                 yield Problem(where, says, "let the class body not depend on what else the process has done")
     yield f"import {answer['milliseconds']:.0f} ms beyond torch"
 
@@ -78,63 +81,3 @@ def discovery_in_a_new_process(specimen: Specimen) -> Iterator[Finding]:
             says = f"expected the {what} that this process has, {expected}; a new process has {there[what] or 'none'}"
             fix = "install the package (pip install -e . while you work on it); sys.path of this process is not enough"
             yield Problem(where, says, fix)
-
-
-def probe_import(module: str, name: str) -> dict[str, Any]:
-    """What `torchplug.testing.probe.imported` finds for `module:name`, in a process without any plugin.
-
-    The process has this one's import path, environment and working directory. `error` is the only key where it ended.
-    """
-    request = {
-        "module": module,
-        "name": name,
-        "path": sys.path,
-        "environment": dict(os.environ),
-        "directory": os.getcwd(),
-    }
-    line = ""
-    for _ in range(2):  # a server that has ended, as it does where there is no fork, is started again
-        try:
-            requests, answers = _server()
-            requests.write(json.dumps(request) + "\n")
-            requests.flush()
-            line = answers.readline()
-        except OSError:
-            line = ""
-        if line:
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-        _stop()
-    raise PluginError("the probe process", Problem("", "ended without an answer", "see what it wrote to stderr"))
-
-
-_process: subprocess.Popen[str] | None = None
-
-
-def start_probe() -> None:
-    """Start the process that imports torch for the probes, so that it is ready by the time it is asked."""
-    _server()
-
-
-def _server() -> tuple[IO[str], IO[str]]:
-    global _process
-    if _process is None:
-        command = [sys.executable, "-P", "-m", "torchplug.testing.probe", "import"]
-        _process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        atexit.register(_stop)
-    assert _process.stdin is not None and _process.stdout is not None
-    return _process.stdin, _process.stdout
-
-
-def _stop() -> None:
-    """End the process: it ends by itself when nobody can ask it any more."""
-    global _process
-    process, _process = _process, None
-    atexit.unregister(_stop)
-    if process is not None and process.stdin is not None and process.stdout is not None:
-        try:
-            process.stdin.close()
-        except OSError:
-            pass
-        process.wait()
-        process.stdout.close()

@@ -26,7 +26,7 @@ from torchplug.testing.tiny import TinyCheckpoint, checkpoint_shapes, random_ten
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchplug.host.catalogue import ModelPlugin
+    from torchplug.host.catalogue import Catalogue, ModelPlugin
     from torchplug.testing.checks import Result
 
 Shapes = Mapping[str, "Sequence[int] | Tensor"]
@@ -89,8 +89,13 @@ class Specimen:
         self.devices = tuple(dict.fromkeys(resolve_device(device) for device in found))
 
     def _offers(self, distribution: str, architecture: str) -> bool:
-        offers = self._ambient.catalogue.models.get(architecture, ())
+        offers = self.catalogue.models.get(architecture, ())
         return any(normalized(row.distribution or "") == normalized(distribution) for row in offers)
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """Where the owner is looked up."""
+        return self._ambient.catalogue
 
     # -- the class --------------------------------------------------------------------------------------------------
 
@@ -101,7 +106,7 @@ class Specimen:
         Raises:
             PluginError: nobody offers the architecture, or several do and none was chosen.
         """
-        return None if self.architecture is None else self._ambient.catalogue.owner(self.architecture)
+        return None if self.architecture is None else self.catalogue.owner(self.architecture)
 
     @cached_property
     def host(self) -> Host:
@@ -210,9 +215,7 @@ class Specimen:
     @cached_property
     def vllm_config(self) -> VllmConfig:
         """What the class receives in float32 on the CPU."""
-        view = HfConfig(
-            self.config, source=self.config_source, defaults=getattr(self.cls, "config_defaults", None)
-        )
+        view = HfConfig(self.config, source=self.config_source, defaults=getattr(self.cls, "config_defaults", None))
         model_config = ModelConfig(self.config_source, view, torch.float32, default_max_model_len(self.config))
         return VllmConfig(model_config, DeviceConfig(torch.device("cpu")))
 
@@ -230,11 +233,20 @@ class Specimen:
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the tiny checkpoint by checkpoint name, float32 on the CPU."""
-        given = getattr(self.cls, "tiny_weights", None) if self._weights is None else self._weights
+        given = self._own_tensors
         shapes = given() if callable(given) else given
         if shapes is None:
             shapes = checkpoint_shapes(self.build(), getattr(self.cls, "packed_modules_mapping", None) or {})
         return random_tensors(shapes)
+
+    @property
+    def _own_tensors(self) -> Weights | None:
+        return getattr(self.cls, "tiny_weights", None) if self._weights is None else self._weights
+
+    @property
+    def has_own_tensors(self) -> bool:
+        """Whether somebody gave the names and shapes of `tensors`; else they are those of the parameters."""
+        return self._own_tensors is not None
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -329,7 +341,8 @@ def problems_of(error: BaseException, where: str, doing: str) -> Sequence[Proble
     """An exception out of a model, as problems: a TorchplugError's own, or one that says what raised, and where."""
     if isinstance(error, TorchplugError):
         return error.problems
-    says = f"expected {doing}; it raised {type(error).__name__}: {error}"
+    text = next(iter(str(error).splitlines()), "")
+    says = f"expected {doing}; it raised {type(error).__name__}: {text}"
     return (Problem(_raised_at(error) or where, says, "correct what raises; `torchplug check` shows it again"),)
 
 

@@ -33,6 +33,10 @@ def weights_round_trip(specimen: Specimen) -> Iterator[Finding]:
         loaded = _load(module, tensors)
     except Exception as error:
         yield from problems_of(error, where, f"its own tiny checkpoint ({', '.join(grouped_names(tensors))}) to load")
+        if not specimen.has_own_tensors:
+            says = "what was tried are names and shapes of its own parameters, since nobody gave those of a checkpoint"
+            fix = "where checkpoints have others, write @classmethod tiny_weights(cls) -> {name: shape}"
+            yield Problem(f"tiny_weights (class {specimen.cls.__name__})", says, fix)
         return
     faults = list(_filled(module, loaded, where)) or list(_followed(module, tensors, where))
     yield from faults

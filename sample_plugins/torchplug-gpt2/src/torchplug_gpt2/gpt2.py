@@ -145,3 +145,27 @@ class GPT2LMHeadModel(nn.Module):
             "n_layer": 2,
             "n_head": 4,
         }
+
+    @classmethod
+    def tiny_weights(cls) -> dict[str, tuple[int, ...]]:
+        """Names and shapes in a checkpoint of `tiny_config()`, which differ from the parameters': matrices are [in,
+        out].
+        """
+        config = cls.tiny_config()
+        width, inner = config["n_embd"], 4 * config["n_embd"]
+        shapes: dict[str, tuple[int, ...]] = {
+            "transformer.wte.weight": (config["vocab_size"], width),
+            "transformer.wpe.weight": (config["n_positions"], width),
+        }
+        norms = ["ln_f"]
+        for block in (f"h.{layer}" for layer in range(config["n_layer"])):
+            norms += [f"{block}.ln_1", f"{block}.ln_2"]
+            for name, size_in, size_out in (
+                ("attn.c_attn", width, 3 * width),
+                ("attn.c_proj", width, width),
+                ("mlp.c_fc", width, inner),
+                ("mlp.c_proj", inner, width),
+            ):
+                shapes[f"transformer.{block}.{name}.weight"] = (size_in, size_out)
+                shapes[f"transformer.{block}.{name}.bias"] = (size_out,)
+        return shapes | {f"transformer.{norm}.{kind}": (width,) for norm in norms for kind in ("weight", "bias")}

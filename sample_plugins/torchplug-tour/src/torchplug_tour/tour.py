@@ -217,6 +217,23 @@ class TourForCausalLM(
             "frame_size": 3,
         }
 
+    @classmethod
+    def tiny_weights(cls) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a checkpoint of `tiny_config`: it has logical experts, fewer than the model has slots."""
+        config = cls.tiny_config()
+        hidden, experts = config["hidden_size"], config["num_experts"]
+        shapes = {
+            "language_model.embed_tokens.weight": (config["vocab_size"], hidden),
+            "image_tower.weight": (hidden, config["patch_size"]),
+            "audio_tower.weight": (hidden, config["frame_size"]),
+            "lm_head.weight": (config["vocab_size"], hidden),
+        }
+        for index, kind in enumerate(config["layers_block_type"]):
+            if kind != "none":
+                shapes[f"language_model.layers.{index}.experts.gate.weight"] = (experts, hidden)
+                shapes[f"language_model.layers.{index}.experts.weight"] = (experts, hidden)
+        return shapes
+
 
 def copy_accepted_state(
     state: Tensor, block_ids: list[int], cur_block_idx: int, num_accepted_tokens: int

@@ -1,0 +1,54 @@
+"""Packages with one model class each, as pip would have left them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from itertools import count
+from pathlib import Path
+
+import importlib_metadata
+import pytest
+
+HEALTHY = (Path(__file__).parent / "healthy.py").read_text()
+_numbers = count()
+
+
+class Package:
+    """A distribution that offers the architecture `name` from `module`; `fault` is (old text, new text) of healthy.py."""
+
+    def __init__(self, root, *fault):
+        self.root = root
+        number = next(_numbers)
+        self.module, self.name = f"planted_{number}", f"Planted{number}ForCausalLM"
+        source = HEALTHY
+        for old, new in fault:
+            assert source.count(old) == 1, old
+            source = source.replace(old, new)
+        root.mkdir(parents=True, exist_ok=True)
+        (root / f"{self.module}.py").write_text(source.replace("HealthyForCausalLM", self.name))
+        self.register(self.module)
+
+    def register(self, distribution, group="torchplug.models.v1"):
+        info = self.root / f"{distribution}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{self.name} = {self.module}:{self.name}\n")
+        importlib_metadata.MetadataPathFinder.invalidate_caches()
+
+
+@pytest.fixture
+def make_package(tmp_path, monkeypatch):
+    """make_package((old, new), ...) makes and installs a package; make_package.path is where."""
+    root = tmp_path / "site"
+    monkeypatch.syspath_prepend(root)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])))
+    modules = set(sys.modules)
+
+    def make(*faults):
+        return Package(root, *faults)
+
+    yield make
+    for name in set(sys.modules) - modules:
+        if name.startswith("planted_"):
+            del sys.modules[name]
