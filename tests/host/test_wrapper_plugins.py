@@ -88,8 +88,15 @@ def checkpoint(tmp_path):
 
 
 @pytest.fixture
-def shop(site):
+def installed_path():
+    return list(sys.path)
+
+
+@pytest.fixture
+def shop(installed_path, site):
     """A site with one model plugin; `shop.wrapper(name, source)` adds a distribution with one wrapper plugin."""
+    # Models are built and compiled here, for which torch imports more of what is installed.
+    sys.path += [path for path in installed_path if path not in sys.path]
     site.module("shop.model", MODEL)
     site.add("shop", "1.0", models={"ShopForCausalLM": "shop.model:ShopForCausalLM"}, modules=False)
 

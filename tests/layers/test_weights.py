@@ -120,7 +120,7 @@ def test_everything_that_does_not_fit_is_one_error():
     model = Model()
     error = mismatch(model, weights.items())
     assert named(error) == {
-        "layers.1.qkv_proj.weight": "k_proj never came; the other parts of this fused parameter did",
+        "layers.1.k_proj.weight": "is missing; the other parts of qkv_proj came",
         "layers.0.up_proj.weight": "expected shape [5, 8], found [1, 8]",
         "layers.0.norm.weight": "expected shape [8], found [9]",
         "layers.1.norm.weight": "expected shape [8], found [1]",
@@ -246,3 +246,15 @@ def test_a_part_without_a_loader_says_so():
 )
 def test_names_that_differ_in_numbers_are_one_line(names, expected):
     assert grouped_names(names) == expected
+
+
+def test_tensors_of_a_stage_that_was_left_out_are_skipped():
+    from torchplug.layers.stages import StageMissingLayer
+
+    module = nn.Module()
+    module.head = nn.Linear(2, 2, bias=False)
+    module.tower = StageMissingLayer("vision_tower", nn.Linear(3, 3))
+    weights = {"head.weight": torch.ones(2, 2), "tower.weight": torch.ones(3, 3), "tower.bias": torch.ones(3)}
+    assert load_weights(module, weights.items()) == {"head.weight"}
+    with pytest.raises(WeightsMismatch, match="towers.weight"):
+        load_weights(module, {**weights, "towers.weight": torch.ones(1)}.items())

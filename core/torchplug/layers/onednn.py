@@ -1,8 +1,8 @@
 """Linear layers in oneDNN's own weight layout: the faster path for matrix products on CPU, chosen once, after loading.
 
 F.linear hands oneDNN plain rows, which it has to rearrange on every call. Packed once, the same kernels serve every
-batch size better. SmolLM2-135M (tied head left plain), ms per step, plain against packed (torch 2.13, Xeon with AMX,
-1 thread, CPU time of the thread, 2026-12-01):
+batch size better. SmolLM2-135M (tied head left plain), ms per step, plain against packed (torch 2.13, AMD EPYC with
+AVX512-BF16, 1 thread, CPU time of the thread, 2026-12-01):
 
     rows        1           2           4           8           128
     bfloat16    41.3  30.5  43.0  34.6  49.7  34.3  60.8  44.2  191  177
@@ -22,7 +22,8 @@ from torch import Tensor
 
 
 def packed(weight: Tensor) -> Tensor | None:
-    """`weight` [out, in] in oneDNN's layout, in memory of its own; None where this machine, build or dtype has no such path.
+    """`weight` [out, in] in oneDNN's layout, in memory of its own; None where this machine, build or dtype has no such
+    path.
 
     The result keeps shape and dtype, serves `linear` only, and gives the plain matrix back through `.to_dense()`.
     """
@@ -53,8 +54,8 @@ def _supported(dtype: torch.dtype) -> bool:
 def _release_freed_memory() -> Callable[[], object]:
     """Give the plain matrix that was packed before back to the system, where the C library is glibc.
 
-    Otherwise glibc keeps what was freed for requests of its size, and a model of few, large matrices peaks at up to half
-    as much again as its weights. 8 ms in all for SmolLM2's 211 matrices.
+    Otherwise glibc keeps what was freed for requests of its size, and a model of few, large matrices peaks at up to
+    half as much again as its weights. 8 ms in all for SmolLM2's 211 matrices.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim

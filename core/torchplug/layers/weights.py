@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchplug.errors import CheckpointError, Problem
+from torchplug.layers.stages import stage_missing_prefixes
 
 # Checkpoints of years past hold this buffer; it follows from the config.
 _DERIVED = ("rotary_emb.inv_freq",)
@@ -115,6 +116,7 @@ class _Filling:
         self.names_of: dict[int, list[str]] = defaultdict(list)
         for name, target in self.targets.items():
             self.names_of[id(target)].append(name)
+        self.left_out = stage_missing_prefixes(module)
         self.packed = packed
         self.parts = {part: (fused, place) for fused, parts in packed.items() for place, part in enumerate(parts)}
         self.filled: dict[str, set[int | None]] = defaultdict(set)
@@ -124,6 +126,8 @@ class _Filling:
     def take(self, source: str, name: str, tensor: Tensor) -> None:
         """One tensor, called `source` in the checkpoint and `name` in the module."""
         shard: int | None = None
+        if name.startswith(self.left_out):
+            return
         if name not in self.targets:
             found = self._fused(name)
             if found is None:
@@ -143,12 +147,12 @@ class _Filling:
         for name, shards in self.filled.items():
             if None in shards:
                 continue
-            fused = next(component for component in name.split(".") if component in self.packed)
-            absent = [part for place, part in enumerate(self.packed[fused]) if place not in shards]
-            if absent:
-                self.problems[
-                    f"{', '.join(absent)} never came; the other parts of this fused parameter did", _FIX_VALUES
-                ].append(name)
+            components = name.split(".")
+            at = next(index for index, component in enumerate(components) if component in self.packed)
+            for place, part in enumerate(self.packed[components[at]]):
+                if place not in shards:
+                    says = f"is missing; the other parts of {components[at]} came"
+                    self.problems[says, _FIX_VALUES].append(".".join((*components[:at], part, *components[at + 1 :])))
         loaded = {alias for name in self.filled for alias in self.names_of[id(self.targets[name])]}
         if self.problems:
             raise WeightsMismatch(
