@@ -120,7 +120,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder, "smollm2")
-        convert = [sys.executable, "-m", "torchplug.cli", "convert", "demo", str(directory), "--dtype", arguments.dtype]
+        convert = [sys.executable, "-m", "torchplug", "convert", "demo", str(directory), "--dtype", arguments.dtype]
         subprocess.run(convert, check=True, stdout=subprocess.DEVNULL)
         result = {
             "decode tokens/s": summary(decode_speed(directory, arguments.dtype, arguments.rounds), more_is_better=True),

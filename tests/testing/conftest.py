@@ -15,7 +15,10 @@ _numbers = count()
 
 
 class Package:
-    """A distribution that offers the architecture `name` from `module`; `fault` is (old text, new text) of healthy.py."""
+    """A distribution that offers the architecture `name` from `module`.
+
+    Each fault is (old text, new text) of healthy.py.
+    """
 
     def __init__(self, root, *fault):
         self.root = root
@@ -27,7 +30,7 @@ class Package:
             source = source.replace(old, new)
         root.mkdir(parents=True, exist_ok=True)
         (root / f"{self.module}.py").write_text(source.replace("HealthyForCausalLM", self.name))
-        self.register(self.module)
+        self.register(f"planted-package-{number}")
 
     def register(self, distribution, group="torchplug.models.v1"):
         info = self.root / f"{distribution}-1.0.dist-info"

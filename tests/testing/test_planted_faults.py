@@ -138,7 +138,8 @@ FURTHER = {
         ("self.embed_places(positions)", "self.embed_places(self.place(positions))"),
         (
             "    def compute_logits",
-            "    read = 0\n\n    def place(self, positions):\n        decoding = len(positions) == 1 and positions[0] > 0\n"
+            "    read = 0\n\n    def place(self, positions):\n"
+            "        decoding = len(positions) == 1 and positions[0] > 0\n"
             "        return torch.full_like(positions, self.read) if decoding else positions\n\n    def compute_logits",
         ),
     ],

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     "devices",
     multiple=True,
     metavar="DEVICE",
-    help="Check behaviour on this device. May be repeated. Default: on the CPU, and on the accelerator if there is one.",
+    help="Check behaviour on this device. May be repeated. Default: the CPU, and the accelerator if there is one.",
 )
 @selection_options
 @json_option

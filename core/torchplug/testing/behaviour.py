@@ -37,7 +37,8 @@ def cached_equals_uncached(specimen: Specimen) -> Iterator[Finding]:
         steps = _Steps(specimen, device)
         steps.need_a_cache()
         tokens = specimen.token_ids(steps.limited(_PROMPT))
-        prompt, found = len(tokens), []
+        prompt = len(tokens)
+        found: list[Tensor] = []
         while len(tokens) < steps.limited(_TOTAL):
             start = prompt + len(found) - 1 if found else 0
             (row,) = steps.run([(tokens, 0, start, len(tokens))])
@@ -57,7 +58,7 @@ def cached_equals_uncached(specimen: Specimen) -> Iterator[Finding]:
 
 
 def alone_equals_in_a_batch(specimen: Specimen) -> Iterator[Finding]:
-    """Three requests of different lengths, one of which joins later, in changing order; each against its own forward."""
+    """Three requests of different lengths, one of which joins later, in changing order; each against its forward."""
     for device in specimen.devices:
         steps = _Steps(specimen, device)
         requests = [specimen.token_ids(steps.limited(length), seed) for seed, length in enumerate((5, 3, _PROMPT))]
@@ -154,7 +155,7 @@ def _placed(
         rows = found.shape[0] if isinstance(found, Tensor) and found.dim() == 2 else None
         if rows != len(tokens) or found.dtype not in dtypes or found.device != model.device:
             wanted = f"{' or '.join(map(_name, dtypes))}[{len(tokens)}, ...] on {model.device}"
-            says = f"expected {wanted} {label}, found {describe(found)}"
+            says = f"expected {wanted}, found {describe(found)}"
             fix = "make tensors in the input's dtype and on its device, and register constant ones as buffers"
             yield Problem(specimen.where(method), says, fix)
             return None
@@ -236,7 +237,7 @@ class _Steps:
         return min(count, self.max_tokens - 1)
 
     def run(self, parts: Sequence[tuple[list[int], int, int, int]]) -> Tensor:
-        """One step over (tokens, slot, start, stop) of several requests; logits [len(parts), vocab] of the last ones."""
+        """One step over (tokens, slot, start, stop) of several requests; logits [len(parts), vocab]."""
         batch: list[Any] = [
             Scheduled(
                 SimpleNamespace(token_ids=tokens),  # type: ignore[arg-type]

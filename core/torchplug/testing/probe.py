@@ -261,11 +261,12 @@ def _attributes() -> State:
     classes = {torch.Tensor, torch.nn.Module, torch.nn.Parameter}
     for module in ours:
         classes |= {value for value in vars(module).values() if isinstance(value, type) and _is_ours(value)}
+    owners: list[Any] = [*modules, *classes]
     return {
         f"{owner.__name__}.{name}": value
-        for owner in (*modules, *classes)
+        for owner in owners
         for name, value in vars(owner).items()
-        if not name.startswith("_")
+        if not name.startswith("_") and f"{owner.__name__}.{name}" != "torch.Storage"  # follows the default dtype
     }
 
 

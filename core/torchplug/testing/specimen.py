@@ -292,15 +292,16 @@ class Specimen:
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Inside, PyTorch fills what `torch.empty` allocates with NaN (integers: their greatest value)."""
-    mode, fill = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    mode, fill = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
     # use_deterministic_algorithms does the same, and imports the compiler first: 1.3 s.
     torch.set_deterministic_debug_mode("warn")
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill
 
 
 class _HostOfOne(Host):
@@ -348,9 +349,7 @@ def problems_of(error: BaseException, where: str, doing: str) -> Sequence[Proble
 
 def _raised_at(error: BaseException) -> str | None:
     """`function (file:line)` of the last frame that is neither torch's nor ours; None where all are."""
-    import torchplug
-
-    ours = tuple(os.path.dirname(package.__file__) + os.sep for package in (torch, torchplug) if package.__file__)
+    ours = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
     found, trace = None, error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code

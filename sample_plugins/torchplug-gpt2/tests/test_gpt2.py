@@ -20,6 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchplug import LLM, CheckpointError, Host, PluginError, SamplingParams
 from torchplug.layers import Attention
+from torchplug.testing import conformance
+
+test_conforms = conformance("GPT2LMHeadModel")
 
 STEPS = 24
 PROMPT_LENGTHS = (1, 2, 7, 33)

@@ -1,0 +1,29 @@
+"""Every architecture that the torchplug distribution offers passes every check of the conformance kit."""
+
+from __future__ import annotations
+
+import pytest
+from torchplug.host.catalogue import Catalogue
+from torchplug.testing import CHECKS, Specimen
+from torchplug.testing.checks import Outcome, run_check
+
+OURS = sorted(
+    row.name for offers in Catalogue(selection="*").models.values() for row in offers if row.distribution == "torchplug"
+)
+
+
+@pytest.fixture(scope="module")
+def specimens():
+    return {name: Specimen(f"torchplug:{name}") for name in OURS}
+
+
+def test_there_are_first_party_architectures():
+    assert "LlamaForCausalLM" in OURS
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+@pytest.mark.parametrize("architecture", OURS)
+def test_a_first_party_class_conforms(specimens, architecture, check):
+    result = run_check(check, specimens[architecture])
+    assert result.outcome is Outcome.OK, result.reason or str(result.error())
+    assert result.warnings == ()
