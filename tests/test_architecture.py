@@ -23,6 +23,7 @@ RANKS = {
     "engine": 5,
     "testing": 6,
     "cli": 7,
+    "__main__": 8,
 }
 """Every part of the package; a part imports only parts of a lower rank, or itself."""
 

@@ -199,7 +199,7 @@ def test_show_import_prints_interfaces_and_hooks_with_their_phase(installed, for
 
 def test_show_import_of_a_broken_plugin_is_an_error_that_names_it(installed, forget_my_plug):
     result = run("show", "MyModel", "--import")
-    assert result.exit_code == 1 and "my-plug 2.0" in result.stderr and "a plugin was imported" in result.stderr
+    assert result.exit_code == 1 and "my-plug==2.0" in result.stderr and "a plugin was imported" in result.stderr
     assert "Traceback" not in result.stderr
 
 

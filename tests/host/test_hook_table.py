@@ -1,7 +1,7 @@
 """What each field of each row of the hook table does, seen from a model: behaviour equals the checked-in docs/api.json.
 
-No test here compares the table with a copy of it. Each makes model classes and looks at what becomes of their hooks, so
-that a row that says something else shows as a hook that is missing, needed, moved, refused or accepted where it must not.
+No test here compares the table with a copy of it. Each makes model classes and looks at what becomes of their hooks: a
+row that says something else shows as a hook that is missing, needed, moved, refused or accepted where it must not be.
 """
 
 from __future__ import annotations
@@ -160,6 +160,12 @@ def test_without_its_interfaces_it_is_not_there_and_the_reason_names_them(name, 
 
 
 # -- unless ------------------------------------------------------------------------------------------------
+
+
+@every_hook
+def test_a_flag_lifts_a_need_only_where_there_is_one(name):
+    assert HOOKS[name].needed or not HOOKS[name].unless
+    assert not set(HOOKS[name].needed) & set(HOOKS[name].optional)
 
 
 @every_hook

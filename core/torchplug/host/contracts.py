@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -100,11 +101,14 @@ def inspect_class(cls: Any, *, subject: str) -> ClassReport:
         needed = bool(sure.intersection(hook.needed)) and not lifted
         if found is None or found.refused or found.stub:
             problem = _missing(cls, hook, found)
-            if needed or (found is not None and found.refused):
+            if needed:
                 problems.append(problem)
-            else:
-                claims_it = sure.intersection(hook.interfaces)
-                absent[hook.name] = f"{cls.__name__} does not implement it" if claims_it else _not_claimed(cls, hook)
+                continue
+            claims_it = sure.intersection(hook.interfaces)
+            absent[hook.name] = f"{cls.__name__} does not implement it" if claims_it else _not_claimed(cls, hook)
+            if found is not None and found.refused:
+                absent[hook.name] += f"; {found.where} {problem.says}"
+                warnings.append(problem)
             continue
         checked = _implementation(hook, found)
         if isinstance(checked, Implementation):
@@ -113,6 +117,7 @@ def inspect_class(cls: Any, *, subject: str) -> ClassReport:
             problems += checked
     if problems:
         raise ContractError(subject, problems)
+    warnings += _unread(cls)
     return ClassReport(subject, claimed, possible, implementations, absent, tuple(warnings))
 
 
@@ -126,7 +131,7 @@ def inspect_instance(module: Any, report: ClassReport) -> frozenset[str]:
     problems = [
         Problem(f"{flag} ({_of_class(type(module))})", text, f"set {flag} in the class body")
         for flag in _FLAGS
-        if flag in vars(module) and (text := interfaces.flag_problem(module, flag))
+        if (text := interfaces.flag_problem(module, flag))
     ]
     names = set(report.interfaces)
     if interfaces.is_mixture_of_experts(module):
@@ -243,6 +248,14 @@ def _claims(cls: type) -> tuple[frozenset[str], list[Problem]]:
     return interfaces.interfaces_of(cls), problems
 
 
+def _unread(cls: type) -> Iterator[Problem]:
+    """What a class says in the words of another vLLM version and nobody here understands."""
+    for row in interfaces.INTERFACES.values():
+        for attribute, says, fix in interfaces.unread_attributes(cls, row):
+            found = interfaces.find_method(cls, attribute)
+            yield Problem(f"{attribute} ({_of_class(cls) if found is None else location(found[1])})", says, fix)
+
+
 # -- one hook --------------------------------------------------------------------------------------------
 
 
@@ -317,11 +330,6 @@ def _implementation(hook: Hook, found: _Found) -> Implementation | list[Problem]
     if hook.phase is Phase.CLASS and not bound:
         text = "is an instance method; a class-phase hook is asked before any model is built"
         problems.append(Problem(found.where, text, f"put @classmethod above {wanted}"))
-    if found.call is not None:
-        attribute, _, arguments = found.call.partition("(")
-        call = arguments.removesuffix(")")
-        lacking = tuple(name for name in hook.signature.parameters if name not in call)
-        return problems or Implementation(hook, attribute, call, lacking, found.where)
     parameters = list(inspect.signature(found.function).parameters.values())
     if not isinstance(found.raw, staticmethod):
         if not parameters or parameters[0].kind is parameters[0].KEYWORD_ONLY:
@@ -330,7 +338,7 @@ def _implementation(hook: Hook, found: _Found) -> Implementation | list[Problem]
             parameters = parameters[1:]
     call, lacking, call_problems = _call(hook, found, parameters, wanted)
     problems += call_problems
-    return problems or Implementation(hook, hook.name, call, lacking, found.where)
+    return problems or Implementation(hook, found.name, call, lacking, found.where)
 
 
 def _call(
@@ -344,8 +352,13 @@ def _call(
     lacking: list[str] = []
     missing: list[str] = []
     in_order = True
+    spelling = None if found.call is None else set(re.findall(r"\w+", found.call.partition("(")[2]))
     order = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     for index, (name, parameter) in enumerate(hook.signature.parameters.items()):
+        if spelling is not None and name not in spelling:
+            lacking.append(name)
+            in_order = False
+            continue
         if parameter.kind is parameter.VAR_KEYWORD:
             if any_keyword:
                 parts.append(f"**{name}")

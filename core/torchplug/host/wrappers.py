@@ -27,7 +27,7 @@ class Wrapper:
 
     Args:
         plugin: A module or an instance with functions marked `@hookimpl(wrapper=True)`.
-        subject: The plugin for error messages, e.g. "wrapper plugin 'trace' (torchplug-trace 0.1.0)".
+        subject: The plugin for error messages, e.g. "wrapper plugin 'trace' (torchplug-trace==0.1.0, torchplug_trace)".
 
     Raises:
         ContractError: with every problem of the plugin.
