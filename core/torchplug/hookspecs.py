@@ -205,7 +205,8 @@ TABLE: Final[tuple[Hook, ...]] = (
         places={"input_ids": _DEVICE, "multimodal_embeddings": _DEVICE, "is_multimodal": _DEVICE},
         older={
             "get_input_embeddings": (
-                "get_input_embeddings(input_ids, multimodal_embeddings, is_multimodal, handle_oov_mm_token)"
+                "get_input_embeddings(input_ids, multimodal_embeddings, is_multimodal=is_multimodal,"
+                " handle_oov_mm_token=handle_oov_mm_token)"
             )
         },
     ),

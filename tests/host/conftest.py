@@ -125,8 +125,8 @@ def add_byte_level_tokenizer(writer: GGUFWriter, pre: str, size: int) -> None:
 def write_gguf() -> Callable[..., dict[str, torch.Tensor]]:
     """write_gguf(path, kind="F32", pre="gpt-2", edit=None, tokenizer=add_byte_level_tokenizer, **config).
 
-    Writes a llama model and returns its weights in Hugging Face names. `kind` is the type of the matrices; `edit(writer)`
-    adds what else the file shall hold.
+    Writes a llama model and returns its weights in Hugging Face names. `kind` is the type of the matrices;
+    `edit(writer)` adds what else the file shall hold.
     """
 
     def write(

@@ -59,6 +59,10 @@ def _release_freed_memory() -> Callable[[], object]:
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, TypeError, AttributeError):  # Windows has no process-wide handle, other C libraries no such function
+    except (
+        OSError,
+        TypeError,
+        AttributeError,
+    ):  # Windows has no process-wide handle, other C libraries no such function
         return lambda: None
     return lambda: trim(0)
