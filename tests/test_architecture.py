@@ -1,5 +1,4 @@
-"""The dependency direction of design and the rule that first-party plugins have no privileges, read from the imports.
-"""
+"""The dependency direction, and that first-party plugins have no privileges: read from the imports."""
 
 from __future__ import annotations
 
