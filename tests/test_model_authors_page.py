@@ -107,6 +107,7 @@ def test_a_checkpoint_runs_and_gives_what_the_architecture_says(author, tmp_path
     weights = write_checkpoint(tmp_path, words)
     command = GENERATE.replace("path/to/checkpoint", tmp_path.as_posix())
     done = author.follow(command, "--json", "--dtype", "float32", "--max-tokens", "12")
+    (program,) = re.findall(r"^```python\n(from torchplug import LLM.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     (answer,) = json.loads(done.stdout)
     expected = greedy(weights, [1, 2, 3, 4], 12)
     assert len(set(expected)) > 3, "a model that repeats one token shows little"
