@@ -83,6 +83,7 @@ def test_the_package_is_found_and_sound(author):
     shown = author.follow(SHOW).stdout
     assert re.search(r"^class +nano\.NanoForCausalLM$", shown, re.MULTILINE)
     assert re.search(r"^embed_input_ids +step +embed_input_ids \(nano/__init__.py:\d+\)$", shown, re.MULTILINE)
+    assert re.search(r"^cache +keys and values", shown, re.MULTILINE)
     assert "warning" not in shown
     found = json.loads(author.follow(DOCTOR, "--json", code=None).stdout)  # what else is installed is not our business
     (row,) = [row for row in found["distributions"] if row["distribution"] == "torchplug-nano"]
@@ -104,15 +105,18 @@ def test_the_checks_pass_in_the_authors_own_test_suite(author):
 
 def test_a_checkpoint_runs_and_gives_what_the_architecture_says(author, tmp_path):
     words = ["<unk>", "Once", "upon", "a", "time", *(f"w{i}" for i in range(91))]
-    weights = write_checkpoint(tmp_path, words)
-    command = GENERATE.replace("path/to/checkpoint", tmp_path.as_posix())
-    done = author.follow(command, "--json", "--dtype", "float32", "--max-tokens", "12")
-    (program,) = re.findall(r"^```python\n(from torchplug import LLM.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    (answer,) = json.loads(done.stdout)
-    expected = greedy(weights, [1, 2, 3, 4], 12)
+    expected = greedy(write_checkpoint(tmp_path, words), [1, 2, 3, 4], 12)
     assert len(set(expected)) > 3, "a model that repeats one token shows little"
+
+    done = author.follow(GENERATE.replace("path/to/checkpoint", tmp_path.as_posix()), "--json", "--max-tokens", "12")
+    (answer,) = json.loads(done.stdout)
     assert answer["token_ids"] == expected
     assert answer["text"].split() == [words[token] for token in expected]
+
+    (tmp_path / "tokenizer.json").unlink()
+    (program,) = re.findall(r"^```python\n(from torchplug import LLM.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    done = author.run(author.python, "-c", program.replace("path/to/checkpoint", tmp_path.as_posix()))
+    assert json.loads(done.stdout) == expected
 
 
 def test_the_error_on_the_page_is_the_one_that_is_printed(author):
@@ -138,7 +142,9 @@ def write_checkpoint(directory, words):
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "config.json").write_text(json.dumps({"architectures": ["NanoForCausalLM"]} | SIZES))
+    (directory / "config.json").write_text(
+        json.dumps({"architectures": ["NanoForCausalLM"], "dtype": "float32"} | SIZES)
+    )
     generator = torch.Generator().manual_seed(5)
     shapes = {"embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
     for layer in range(layers):

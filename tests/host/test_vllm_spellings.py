@@ -41,7 +41,7 @@ class DriftForCausalLM(nn.Module):
     def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None):
         hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         swing = torch.cos(positions.to(hidden.dtype))[:, None]
-        return torch.tanh(self.mix((hidden * swing).cumsum(0)))
+        return torch.sin(self.mix((hidden * swing).cumsum(0)))
 
     def compute_logits(self, hidden_states):
         return self.lm_head(hidden_states)
@@ -69,8 +69,11 @@ CONFIG = {
 
 
 @pytest.fixture
-def drift(site):
-    """The distribution that offers the plain class."""
+def drift(request):
+    """The distribution that offers the plain class, beside everything that is installed."""
+    installed = list(sys.path)
+    site = request.getfixturevalue("site")
+    sys.path.extend(path for path in installed if path not in sys.path)
     site.add("drift", "1.2", models={"DriftForCausalLM": "drift.model:DriftForCausalLM"}, modules=False)
     site.module("drift.model", PLAIN)
     return site
@@ -192,8 +195,8 @@ def test_score_type_that_says_something_else_is_a_warning(plain_class):
 def test_score_type_against_the_flag_is_refused(plain_class):
     text = refusal_of(made(plain_class, score_type="cross-encoder", supports_cross_encoding=False))
     assert text == (
-        f"torchplug: {SUBJECT}: supports_cross_encoding (class Test, {__name__}): supports_cross_encoding of class Test "
-        "is False, and its score_type = 'cross-encoder' says the opposite\n"
+        f"torchplug: {SUBJECT}: supports_cross_encoding (class Test, {__name__}): supports_cross_encoding of class "
+        "Test is False, and its score_type = 'cross-encoder' says the opposite\n"
         "  fix: write supports_cross_encoding = True in the class body, or leave it out"
     )
 

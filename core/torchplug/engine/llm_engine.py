@@ -45,6 +45,7 @@ class LLMEngine:
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            embedding=lambda: model.wrapped("embed_input_ids"),
         )
         self._scheduler = Scheduler(
             limits.max_num_seqs,

@@ -78,7 +78,7 @@ def inspect_class(cls: Any, *, subject: str) -> ClassReport:
     """
     problems: list[Problem] = []
     if not isinstance(cls, type):
-        says = f"found {type(cls).__name__}, expected a class that derives from torch.nn.Module"
+        says = f"found an object of type {type(cls).__name__}, expected a class that derives from torch.nn.Module"
         raise ContractError(subject, Problem("entry point", says, "point it to the model class: package.module:Class"))
     problems += _convention_problems(cls)
     problems += _mark_problems(cls)
@@ -96,6 +96,7 @@ def inspect_class(cls: Any, *, subject: str) -> ClassReport:
             absent[hook.name] = _not_claimed(cls, hook)
             if found is not None and found.defined:
                 warnings.append(Problem(found.where, f"nobody calls it: {absent[hook.name]}", _claim_fix(hook)))
+                absent[hook.name] += f", so its {found.where} is not called"
             continue
         lifted = bool(hook.unless) and getattr(cls, hook.unless, False) is True
         needed = bool(sure.intersection(hook.needed)) and not lifted
@@ -129,7 +130,7 @@ def inspect_instance(module: Any, report: ClassReport) -> frozenset[str]:
             attributes.
     """
     problems = [
-        Problem(f"{flag} ({_of_class(type(module))})", text, f"set {flag} in the class body")
+        Problem(f"{flag} ({of_class(type(module))})", text, f"set {flag} in the class body")
         for flag in _FLAGS
         if (text := interfaces.flag_problem(module, flag))
     ]
@@ -144,7 +145,7 @@ def inspect_instance(module: Any, report: ClassReport) -> frozenset[str]:
     elif _promises_experts(module, report) and (missing := interfaces.missing_moe_attributes(module)):
         problems.append(
             Problem(
-                f"MixtureOfExperts ({_of_class(type(module))})",
+                f"MixtureOfExperts ({of_class(type(module))})",
                 f"the loaded model lacks {', '.join(missing)}",
                 "set all ten attributes of MixtureOfExperts in __init__, or do not derive from it",
             )
@@ -165,14 +166,27 @@ def location(function: Any) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return "no Python source"
-    file = Path(code.co_filename)
-    package = sys.modules.get(str(getattr(function, "__module__", "")).partition(".")[0])
+    return f"{_from_package(code.co_filename, str(getattr(function, '__module__', '')))}:{code.co_firstlineno}"
+
+
+def of_class(cls: type) -> str:
+    """`class Name, package/module.py:line`; its module where no source tells the line."""
+    try:
+        file, (_, line) = inspect.getfile(cls), inspect.findsource(cls)
+    except (OSError, TypeError):
+        return f"class {cls.__name__}, {cls.__module__}"
+    return f"class {cls.__name__}, {_from_package(file, cls.__module__)}:{line + 1}"
+
+
+def _from_package(path: str, module: str) -> str:
+    file = Path(path)
+    package = sys.modules.get(module.partition(".")[0])
     root = getattr(package, "__file__", None)
     if root:
         base = Path(root).parent.parent if Path(root).name == "__init__.py" else Path(root).parent
         if file.is_relative_to(base):
             file = file.relative_to(base)
-    return f"{file}:{code.co_firstlineno}"
+    return str(file)
 
 
 # -- the class as a whole --------------------------------------------------------------------------------
@@ -183,7 +197,7 @@ _FLAGS: Final = tuple(row.flag for row in interfaces.INTERFACES.values() if row.
 def _convention_problems(cls: type) -> Iterator[Problem]:
     from torch import nn
 
-    here = _of_class(cls)
+    here = of_class(cls)
     if not issubclass(cls, nn.Module):
         yield Problem(here, "does not derive from torch.nn.Module", f"class {cls.__name__}(torch.nn.Module): ...")
         return
@@ -241,7 +255,7 @@ def _mark_problems(cls: type) -> Iterator[Problem]:
 
 def _claims(cls: type) -> tuple[frozenset[str], list[Problem]]:
     problems = [
-        Problem(f"{flag} ({_of_class(cls)})", text, f"write {flag} = True in the class body, or leave it out")
+        Problem(f"{flag} ({of_class(cls)})", text, f"write {flag} = True in the class body, or leave it out")
         for flag in _FLAGS
         if (text := interfaces.flag_problem(cls, flag))
     ]
@@ -253,7 +267,7 @@ def _unread(cls: type) -> Iterator[Problem]:
     for row in interfaces.INTERFACES.values():
         for attribute, says, fix in interfaces.unread_attributes(cls, row):
             found = interfaces.find_method(cls, attribute)
-            yield Problem(f"{attribute} ({_of_class(cls) if found is None else location(found[1])})", says, fix)
+            yield Problem(f"{attribute} ({of_class(cls) if found is None else location(found[1])})", says, fix)
 
 
 # -- one hook --------------------------------------------------------------------------------------------
@@ -310,11 +324,12 @@ def _missing(cls: type, hook: Hook, found: _Found | None) -> Problem:
             f"is the spelling of another vLLM version and has other arguments; this hook is {hook.name}",
             fix,
         )
+    where = f"{hook.name} ({of_class(cls)})"
     if found is not None:
-        return Problem(found.where, f"claims {claims} but inherits the interface's empty method", fix)
+        return Problem(where, f"claims {claims} but inherits the interface's empty method", fix)
     if BASE in hook.needed:
-        return Problem(f"{hook.name} ({_of_class(cls)})", "every model class needs it", fix)
-    return Problem(f"{hook.name} ({_of_class(cls)})", f"claims {claims} but does not implement it", fix)
+        return Problem(where, "every model class needs it", fix)
+    return Problem(where, f"claims {claims} but does not implement it", fix)
 
 
 def _implementation(hook: Hook, found: _Found) -> Implementation | list[Problem]:
@@ -406,8 +421,10 @@ def _call(
 
 
 def _not_claimed(cls: type, hook: Hook) -> str:
-    claims = " or ".join(hook.interfaces)
-    return f"{cls.__name__} does not claim {claims}"
+    flags = [row.flag for name in hook.interfaces if (row := interfaces.INTERFACES.get(name)) is not None]
+    denied = [flag for flag in flags if flag and getattr(cls, flag, None) is False]
+    remark = f" ({' and '.join(denied)} is False)" if denied else ""
+    return f"{cls.__name__} does not claim {' or '.join(hook.interfaces)}{remark}"
 
 
 def _claim_fix(hook: Hook) -> str:
@@ -420,10 +437,6 @@ def _with_self(hook: Hook) -> str:
     plain = [p.replace(annotation=p.empty) for p in hook.signature.parameters.values()]
     rest = str(inspect.Signature(plain))[1:-1]
     return f"({first}, {rest})" if rest else f"({first})"
-
-
-def _of_class(cls: type) -> str:
-    return f"class {cls.__name__}, {cls.__module__}"
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:

@@ -69,31 +69,32 @@ def import_problem(row: PluginRow, error: BaseException) -> Problem:
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     says = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SystemExit):
-        return Problem(where, f"tries to end the process: SystemExit({error.code!r})", _other_version(row))
+        return Problem(where, f"tries to end the process: SystemExit({error.code!r})", other_version(row))
     if isinstance(error, ModuleNotFoundError) and error.name:
         return Problem(where, says, _missing_module(row, error.name))
     module = sys.modules.get(row.module)
     if isinstance(error, AttributeError) and module is not None and line is None:
         return Problem(where, *_missing_attribute(row, module))
-    return Problem(where, says, _other_version(row))
+    return Problem(where, says, other_version(row))
 
 
 def _line_of(row: PluginRow, error: BaseException) -> str | None:
     """`package/module.py:line`, the last line of the plugin's own package that the import had reached, or None."""
     top = row.module.partition(".")[0]
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_from_top(error.filename, top)}:{error.lineno}"
     found = None
     for frame, number in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] == top:
-            found = f"{_short(frame.f_code.co_filename, frame.f_globals)}:{number}"
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
+            found = f"{_from_top(frame.f_code.co_filename, top)}:{number}"
     return found
 
 
-def _short(file: str, module: dict[str, Any]) -> str:
-    """The file as a reader would look for it: from the top-level package on."""
-    depth = module["__name__"].count(".") + (1 if module.get("__path__") is not None else 0)
-    return "/".join(re.split(r"[/\\]", file)[-1 - depth :])
+def _from_top(file: str, top: str) -> str:
+    """The file as a reader would look for it, from the top-level package on."""
+    parts = re.split(r"[/\\]", file)
+    starts = [index for index, part in enumerate(parts) if part in (top, f"{top}.py")]
+    return "/".join(parts[starts[-1] :]) if starts else file
 
 
 def _missing_module(row: PluginRow, module: str) -> str:
@@ -136,11 +137,12 @@ def _missing_attribute(row: PluginRow, module: Any) -> tuple[str, str]:
         found = getattr(found, part)
     else:
         says = f"{row.attribute!r} cannot be read from {row.module}"
-    fix = f"its author has to correct the entry point {row.name!r}; until then {_other_version(row)}"
+    fix = f"its author has to correct the entry point {row.name!r}; until then {other_version(row)}"
     return says, fix
 
 
-def _other_version(row: PluginRow) -> str:
+def other_version(row: PluginRow) -> str:
+    """The fix where only the plugin's author can mend it."""
     package = row.distribution
     if package is None:
         return "install another version of it, or remove it"

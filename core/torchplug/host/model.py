@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -133,6 +133,11 @@ class LoadedModel(_Handle):
     def dtype(self) -> torch.dtype:
         """The dtype of parameters and hidden states."""
         return self.vllm_config.model_config.dtype
+
+    def wrapped(self, hook: str) -> Callable[..., Any] | None:
+        """The hook, where a wrapper is attached to it; None where nothing wraps it, so that a caller may take a shorter
+        way to the same result."""
+        return getattr(self.hooks, hook) if any(hook in each.hook_names for each in self._binding.wrappers) else None
 
     def close(self) -> None:
         """Detach every wrapper and let go of the module; its memory is free once nobody else holds it."""
