@@ -369,6 +369,7 @@ def extra_commands(tmp_path):
         command = [sys.executable, "-c", _PROGRAM, *arguments]
         return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
+    start.environment = environment
     return start
 
 
@@ -401,6 +402,29 @@ def test_a_torchplug_error_of_any_command_is_text_or_json_and_exit_code_1(extra_
     stdout, stderr = (process := extra_commands("fail", "--json")).communicate(timeout=30)
     assert process.returncode == 1 and stderr == ""
     assert json.loads(stdout)["problems"][0]["where"] == "max_tokens"
+
+
+def test_streams_that_the_caller_closed_are_no_fault(extra_commands):
+    for redirection, expected in ((">&-", 1), ("<&-", 0), ("2>&-", 1)):
+        script = f'exec "$0" -c "$1" "$2" {redirection}'
+        command = ["bash", "-c", script, sys.executable, _PROGRAM, "late" if redirection == "<&-" else "fail"]
+        result = subprocess.run(command, env=extra_commands.environment, stdin=subprocess.DEVNULL, capture_output=True)
+        assert result.returncode == expected and b"Traceback" not in result.stderr, redirection
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a Linux device")
+def test_an_output_that_is_full_is_one_line_and_exit_code_1(extra_commands):
+    command = ["bash", "-c", 'exec "$0" -c "$1" much >/dev/full', sys.executable, _PROGRAM]
+    result = subprocess.run(command, env=extra_commands.environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr == "torchplug: standard output cannot be written: No space left on device\n"
+
+
+def test_wrong_usage_is_json_too_where_json_was_asked_for(extra_commands):
+    for arguments in (("fail", "--json", "--bogus"), ("fail", "extra", "--json"), ("no-such-command", "--json")):
+        stdout, stderr = (process := extra_commands(*arguments)).communicate(timeout=30)
+        assert process.returncode == 2 and stderr == ""
+        assert json.loads(stdout)["error"] == "UsageError" and json.loads(stdout)["problems"][0]["says"]
 
 
 def test_the_end_of_input_is_not_an_interrupt(extra_commands):

@@ -6,6 +6,7 @@ row that says something else shows as a hook that is missing, needed, moved, ref
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
@@ -363,6 +364,16 @@ def test_which_older_spellings_are_served_and_which_are_refused_by_name(name, sp
     called(load(cls).hooks, name, given)
     (arrived,) = calls
     assert arrived == given, "exactly the arguments of the older call, by their names"
+
+
+@every_hook
+def test_an_older_spelling_is_served_by_a_call_of_it_with_arguments_of_the_hook(name):
+    for spelling, served in HOOKS[name].older.items():
+        if served is not None:
+            call = ast.parse(served, mode="eval").body
+            assert call.func.id == spelling
+            values = [*call.args, *(keyword.value for keyword in call.keywords)]
+            assert {value.id for value in values} <= set(HOOKS[name].signature.parameters)
 
 
 def method_for_older(name, spelling, calls):

@@ -426,7 +426,7 @@ class CachingOf032(interfaces.Protocol):
 def test_prefix_caching_that_carries_the_copy_functions_needs_them_written(bind, plain_class):
     stub = made(plain_class, CachingOf032)
     assert refusal_of(stub) == (
-        f"torchplug: {SUBJECT}: get_mamba_state_copy_func ({line(CachingOf032.get_mamba_state_copy_func)}): "
+        f"torchplug: {SUBJECT}: get_mamba_state_copy_func (class Test, {__name__}): "
         "claims SupportsMambaPrefixCaching but inherits the interface's empty method\n"
         "  fix: implement @classmethod def get_mamba_state_copy_func(cls) -> tuple of callables, one per state tensor "
         "of a layer"

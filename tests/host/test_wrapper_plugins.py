@@ -255,6 +255,8 @@ def test_close_detaches_and_frees_and_says_so_afterwards(shop, checkpoint):
     weight, hooks = weakref.ref(model.module.embed.weight), model.hooks
     model.close()
     assert weight() is None and dir(hooks) == []
+    with pytest.raises(ContractError, match="is not attached"):
+        model.detach(sys.modules["alpha"])
     with pytest.raises(HookNotProvided, match="get_placeholder_str: the model is closed"):
         hooks.get_placeholder_str("image", 1)
     again = host.load(checkpoint, device="cpu")
@@ -391,7 +393,8 @@ BROKEN = {
     "class instead of instance": (
         WRAP + f"class Bad:\n    @hookimpl(wrapper=True)\n    def get_placeholder_str(self, {NAMES}): return (yield)",
         ":Bad",
-        ": Bad: is a class; a wrapper plugin is a module or an instance\n  fix: register Bad() or a module",
+        ": class Bad, bad.py:2: is a class; a wrapper plugin is a module or an instance"
+        "\n  fix: name an instance of it: Bad()",
     ),
     "old hookwrapper": (
         WRAP + f"@hookimpl(hookwrapper=True)\ndef get_placeholder_str({NAMES}): yield",

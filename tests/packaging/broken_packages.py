@@ -244,8 +244,8 @@ SIDE_EFFECTS = [
     one_model("prints", 'print("hello from prints")\n' + model("Prints")),
     one_model(
         "starts-thread",
-        "import threading\n\nthreading.Thread(target=threading.Event().wait, name='watch', daemon=True).start()  # here\n"
-        + model("StartsThread"),
+        "import threading\n\nWATCH = threading.Thread(target=threading.Event().wait, name='watch', daemon=True)\n"
+        "WATCH.start()  # here\n" + model("StartsThread"),
     ),
     one_model("touches-device", "import torch\n\ntorch.cuda._initialized = True\n" + model("TouchesDevice")),
     one_model("sets-environment", "import os\n\nos.environ['OMP_SCHEDULE'] = 'static'\n" + model("SetsEnvironment")),

@@ -17,22 +17,24 @@ SAMPLES = Path(__file__).parents[2] / "sample_plugins"
 README = (SAMPLES / "torchplug-trace" / "README.md").read_text()
 OFF = "*,-torchplug-trace"
 
-PROGRAM = f"""if True:
-    import sys
-    sys.path.insert(0, {str(SAMPLES / "torchplug-tour" / "tests")!r})
-    import tempfile
-    from pathlib import Path
-    from hook_cases import ARCHITECTURE, CASES, Tour, write_checkpoint
-    from torchplug.hookspecs import HOOKS, Phase
+CASES = f"""
+import sys, tempfile
+sys.path.insert(0, {str(SAMPLES / "torchplug-tour" / "tests")!r})
+from pathlib import Path
+from hook_cases import ARCHITECTURE, CASES, Tour, write_checkpoint
+"""
 
-    with tempfile.TemporaryDirectory() as folder:
-        tour = Tour(write_checkpoint(Path(folder)), "cpu")
-    for name, case in CASES.items():
-        arguments, keywords = case.arguments(tour)
-        getattr(tour.model.hooks, name)(*arguments, **keywords)
-        if HOOKS[name].phase is Phase.CLASS:
-            getattr(tour.host.model_class(ARCHITECTURE).hooks, name)(*arguments, **keywords)
-    print("torchplug_trace" in sys.modules)
+PROGRAM = f"""{CASES}
+from torchplug.hookspecs import HOOKS, Phase
+
+with tempfile.TemporaryDirectory() as folder:
+    tour = Tour(write_checkpoint(Path(folder)), "cpu")
+for name, case in CASES.items():
+    arguments, keywords = case.arguments(tour)
+    getattr(tour.model.hooks, name)(*arguments, **keywords)
+    if HOOKS[name].phase is Phase.CLASS:
+        getattr(tour.host.model_class(ARCHITECTURE).hooks, name)(*arguments, **keywords)
+print("torchplug_trace" in sys.modules)
 """
 """Calls every hook of the tour once, the class-phase ones on the class too, and says whether the trace was imported."""
 
@@ -63,6 +65,22 @@ def test_text_lines_by_default_and_on_stderr_alone(traced):
         assert any(
             re.match(rf"torchplug-trace: TourForCausalLM\.{name}\(.*\) -> .*  \[\d+\.\d us\]$", x) for x in lines
         )
+
+
+def test_a_model_that_generates_shows_its_embedding_once_per_step(traced):
+    """The tour keeps no cache, so that each step embeds the whole prefix."""
+    generate = f"""{CASES}
+from torchplug import LLM, SamplingParams
+
+with tempfile.TemporaryDirectory() as folder:
+    llm = LLM(str(write_checkpoint(Path(folder))), skip_tokenizer_init=True)
+params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
+llm.generate([{{"prompt_token_ids": [1, 2]}}], params, use_tqdm=False)
+"""
+    done = traced.run("-c", generate, TORCHPLUG_TRACE="json")
+    records = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [record["hook"] for record in records] == ["embed_input_ids"] * 3
+    assert [record["arguments"]["input_ids"]["shape"] for record in records] == [[2], [3], [4]]
 
 
 def test_switched_off_by_the_selection_it_is_not_even_imported(traced):

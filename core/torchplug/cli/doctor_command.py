@@ -98,7 +98,8 @@ def _tried(catalogue: Catalogue, timeout: float | None) -> list[Trial]:
     from torchplug.host import locate
     from torchplug.host.import_trials import TIMEOUT, run_trials
 
-    enabled = [row for row in catalogue.rows() if row not in catalogue.blocked]
+    models = sorted((row for offers in catalogue.models.values() for row in offers), key=lambda row: row.name)
+    enabled = (*models, *catalogue.wrappers)
     found = [row for row in enabled if not row.malformed_value and locate.module_exists(row.module)]
 
     def show(done: int, total: int) -> None:

@@ -113,6 +113,7 @@ class Host:
         """
         from torchplug import config
         from torchplug.host.checkpoint import Checkpoint, open_checkpoint
+        from torchplug.host.config_check import check_config
         from torchplug.host.devices import resolve_device, resolve_dtype
         from torchplug.host.loading import build_module, default_max_model_len, load_weights
         from torchplug.host.model import LoadedModel
@@ -121,6 +122,7 @@ class Host:
         model_class = self.model_class(checkpoint.architecture)
         where = resolve_device(device)
         defaults = getattr(model_class.cls, "config_defaults", {})
+        check_config(checkpoint.config, defaults, name=checkpoint.name, source=checkpoint.config_source)
         hf_config = config.HfConfig(checkpoint.config, source=checkpoint.config_source, defaults=defaults)
         longest = default_max_model_len({**defaults, **checkpoint.config})
         vllm_config = config.VllmConfig(

@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -26,21 +25,22 @@ def main(request: dict[str, Any]) -> None:
     """Import `request["module"]` and write what happened, as JSON, to the file `request["answer"]`.
 
     Args:
-        request: `module`, `entry_points` (a list of group, name, value and origin) and `answer`. The import path is
-            this process's.
+        request: `module`, `entry_points` (a list of group, name, value and origin), `answer`, and `output`, a file for
+            what the plugins print. The import path is this process's.
     """
-    answer, error = _imported(request["module"])
-    answer["plugins"] = [_examined(error, *each) for each in request["entry_points"]]
+    captured = Path(request["output"])
+    answer, error = _imported(request["module"], captured)
+    answer["plugins"] = [_examined(error, captured, *each) for each in request["entry_points"]]
     Path(request["answer"]).write_text(json.dumps(answer), encoding="utf-8")
 
 
-def _imported(module: str) -> tuple[dict[str, Any], BaseException | None]:
+def _imported(module: str, captured: Path) -> tuple[dict[str, Any], BaseException | None]:
     """What the import did, and what it raised."""
     torch = _TorchClock()
     threads: list[str] = []
     environment = dict(os.environ)
     sys.meta_path.insert(0, torch)
-    with _captured() as output, _noted_threads(threads, torch):
+    with _captured(captured) as output, _noted_threads(threads, torch):
         began = time.perf_counter()
         raised: BaseException | None = None
         try:
@@ -66,7 +66,9 @@ def _imported(module: str) -> tuple[dict[str, Any], BaseException | None]:
     return answer, raised
 
 
-def _examined(raised: BaseException | None, group: str, name: str, value: str, origin: str) -> dict[str, Any]:
+def _examined(
+    raised: BaseException | None, captured: Path, group: str, name: str, value: str, origin: str
+) -> dict[str, Any]:
     """The problems and warnings of one plugin, in the words that the host has for them, and what it offers."""
     from torchplug.errors import ContractError, PluginError
     from torchplug.host.catalogue import MODELS, ModelPlugin, WrapperPlugin, read_entry_points
@@ -79,7 +81,7 @@ def _examined(raised: BaseException | None, group: str, name: str, value: str, o
     if raised is not None:
         return found | {"problems": [asdict(import_problem(row, raised))]}
     try:
-        with _captured():
+        with _captured(captured):
             if group == MODELS:
                 from torchplug.host.contracts import inspect_class
 
@@ -108,7 +110,7 @@ class _TorchClock:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = self._timed(spec.loader.exec_module)  # type: ignore[method-assign]
+            spec.loader.exec_module = self._timed(spec.loader.exec_module)  # type: ignore[method-assign, assignment]
         return spec
 
     def _timed(self, execute: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -147,11 +149,10 @@ def _noted_threads(threads: list[str], torch: _TorchClock) -> Iterator[None]:
 
 
 @contextmanager
-def _captured() -> Iterator[Callable[[], str]]:
-    """Standard output and error of this process, C code and subprocesses included, go to a file; the result reads it.
-    """
+def _captured(path: Path) -> Iterator[Callable[[], str]]:
+    """Standard output and error, those of C code and subprocesses included, go to a file; the result reads it."""
     text = ""
-    with tempfile.TemporaryFile() as file:
+    with path.open("w+b") as file:
         kept = [os.dup(number) for number in (1, 2)]
         for number in (1, 2):
             os.dup2(file.fileno(), number)

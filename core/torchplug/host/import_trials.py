@@ -136,12 +136,14 @@ class _Process:
         self._deadline = time.monotonic() + timeout
         self._directory = tempfile.TemporaryDirectory(prefix="torchplug-")
         self._answer = Path(self._directory.name, "answer.json")
-        self._said = open(Path(self._directory.name, "output"), "w+b")  # noqa: SIM115 - closed by `end`
+        self._printed = Path(self._directory.name, "printed")
+        self._said = open(Path(self._directory.name, "said"), "w+b")  # noqa: SIM115 - closed by `end`
         request = {
             "path": sys.path,
             "module": rows[0].module,
             "entry_points": [(row.entry_point.group, row.name, row.value, row.origin) for row in rows],
             "answer": str(self._answer),
+            "output": str(self._printed),
         }
         # -P: the working directory must not be searched before the request's own path is in force.
         self._process = subprocess.Popen(
@@ -210,7 +212,8 @@ class _Process:
 
     def _last_words(self) -> str:
         self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        said = self._said.read() + (self._printed.read_bytes() if self._printed.exists() else b"")
+        lines = said.decode(errors="replace").strip().splitlines()
         return f" ({lines[-1][:200]})" if lines else ""
 
 

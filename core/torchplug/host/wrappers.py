@@ -38,11 +38,8 @@ class Wrapper:
         self.subject = subject or f"wrapper plugin {getattr(plugin, '__name__', type(plugin).__name__)!r}"
         problems: list[Problem] = []
         if isinstance(plugin, type):
-            where = f"{plugin.__name__} ({of_class(plugin)})"
-            fix = f"let the entry point name an instance of it, made in its module: plugin = {plugin.__name__}()"
-            raise ContractError(
-                self.subject, Problem(where, "is a class; a wrapper plugin is a module or an instance", fix)
-            )
+            says, fix = "a wrapper plugin is a module or an instance", f"name an instance of it: {plugin.__name__}()"
+            raise ContractError(self.subject, Problem(of_class(plugin), f"is a class; {says}", fix))
         self._functions: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
         for name, function, options in _marked(plugin):
             found = list(_function_problems(name, function, options))

@@ -174,10 +174,9 @@ def test_the_environment_chooses_the_form_and_another_one_leaves_the_plugin_out(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = Host().load(checkpoint, device="cpu")
-    assert [str(warning.message) for warning in caught] == [
-        f"wrapper plugin 'trace' ({PROJECT['name']} {PROJECT['version']}, torchplug_trace:trace) is left out: "
-        "ValueError: TORCHPLUG_TRACE is 'xml', expected 'text' or 'json'"
-    ]
+    (warning,) = caught
+    assert str(warning.message).startswith(f"wrapper plugin 'trace' ({PROJECT['name']}==")
+    assert "TORCHPLUG_TRACE is 'xml', expected 'text' or 'json'" in str(warning.message)
     assert model.hooks.get_num_mm_encoder_tokens(1) == 4 and capsys.readouterr().err == ""
 
 
