@@ -65,8 +65,7 @@ class HfConfig:
         yield from self._defaults | self._values
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of `name` as attribute access gives it, or `default` where neither the file nor the class has it.
-        """
+        """The value of `name` as attribute access gives it, or `default` where neither file nor class has it."""
         return getattr(self, name) if name in self else default
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,8 +78,7 @@ class HfConfig:
 
 @dataclass(slots=True)
 class MultiModalConfig:
-    """Limits and modes of multimodal input. A limit of 0 items switches a modality off and spares its tower's weights.
-    """
+    """Limits and modes of multimodal input. A limit of 0 switches a modality off and spares its tower's weights."""
 
     limit_per_prompt: dict[str, int] = field(default_factory=dict)
     mm_encoder_only: bool = False
@@ -111,10 +109,13 @@ class ModelConfig:
 
 @dataclass(slots=True)
 class CacheConfig:
-    """Paged cache: `block_size` in tokens; "auto" dtypes follow the model dtype."""
+    """Paged cache: `block_size` in tokens; "auto" dtypes follow the model dtype; `kv_cache_memory_bytes` None takes a
+    share of the memory that is there when the engine starts.
+    """
 
     block_size: int = 16
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
+    kv_cache_memory_bytes: int | None = None
     mamba_cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
 

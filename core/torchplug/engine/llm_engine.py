@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchplug.engine.block_manager import BlockManager, PrefixCacheStats
+from torchplug.engine.kv_cache import PagedCache
 from torchplug.engine.outputs import RequestOutput
 from torchplug.engine.prompts import Prompt, tokenize_prompt
 from torchplug.engine.request import Request
 from torchplug.engine.runner import Runner
 from torchplug.engine.sampler import Sampler, SamplingState
 from torchplug.engine.sampling_params import SamplingParams
-from torchplug.engine.scheduler import Scheduler
+from torchplug.engine.scheduler import Scheduled, Scheduler
 from torchplug.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -38,15 +40,31 @@ class LLMEngine:
         self.max_model_len = config.model_config.max_model_len
         self.vocab_size: int | None = config.model_config.hf_text_config.get("vocab_size")
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
-        self._runner = Runner(
+        self.kv_cache = PagedCache(
             model.module,
             dtype=model.dtype,
             device=model.device,
+            block_size=config.cache_config.block_size,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            memory_bytes=config.cache_config.kv_cache_memory_bytes,
+        )
+        self._runner = Runner(
+            model.module,
+            self.kv_cache,
+            device=model.device,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+        self._blocks = BlockManager(
+            [(group.window, group.num_blocks) for group in self.kv_cache.groups],
+            self.kv_cache.block_size,
+            prefix_caching=config.cache_config.enable_prefix_caching,
+            whole_above=self._runner.whole_above,
         )
         self._scheduler = Scheduler(
+            self._blocks,
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             whole_prefix=not self._runner.cached,
@@ -89,7 +107,7 @@ class LLMEngine:
             params,
             sampling,
             eos_token_ids=self.eos_token_ids,
-            max_model_len=self.max_model_len,
+            max_model_len=min(self.max_model_len, self.kv_cache.max_tokens),
             tokenizer=self.tokenizer,
         )
 
@@ -119,6 +137,36 @@ class LLMEngine:
         return len(self._requests)
 
     @property
+    def num_running(self) -> int:
+        """Requests that own a slot."""
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run yet, or not now."""
+        return self._scheduler.num_waiting
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request has lost its cache blocks to an earlier one, and was computed again."""
+        return self._scheduler.num_preemptions
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Cache blocks that requests hold; 0 when idle."""
+        return self._blocks.num_held
+
+    @property
+    def cache_usage(self) -> float:
+        """The share of cache blocks that requests hold, between 0 and 1."""
+        return self._blocks.usage
+
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """How much of the prompts was found in the prefix cache."""
+        return self._blocks.stats
+
+    @property
     def num_free_slots(self) -> int:
         """Slots without a running request; all of them when idle."""
         return self._scheduler.num_free_slots
@@ -129,10 +177,11 @@ class LLMEngine:
         An exception from the model propagates. The running requests are dropped then, since what they have cached can
         no longer be trusted; waiting ones stay.
         """
-        batch = self._scheduler.schedule()
-        if not batch:
-            return []
+        batch: list[Scheduled] = []
         try:
+            batch = self._scheduler.schedule()
+            if not batch:
+                return []
             with torch.inference_mode():
                 logits = self._runner.run(batch)
                 sampling = [item.request for item in batch if item.samples]
@@ -152,6 +201,7 @@ class LLMEngine:
         except BaseException as error:
             lost = [name for name, request in self._requests.items() if request.slot is not None]
             self.abort_request(lost)
+            self._scheduler.reset_cache()  # a prefix may have been registered that was never computed
             if isinstance(error, Exception):
                 error.add_note(f"torchplug: in a step of {len(batch)} requests; dropped: {', '.join(lost)}")
             raise
@@ -171,6 +221,15 @@ class LLMEngine:
                     "prompt",
                     f"has {len(token_ids)} tokens and needs room for a new one; max_model_len is {self.max_model_len}",
                     "shorten it, or raise max_model_len as far as the model allows",
+                )
+            )
+        elif len(token_ids) >= self.kv_cache.max_tokens:
+            problems.append(
+                Problem(
+                    "prompt",
+                    f"has {len(token_ids)} tokens and needs room for a new one; the KV cache of "
+                    f"{self.kv_cache.num_bytes} bytes holds {self.kv_cache.max_tokens} tokens of one request",
+                    "shorten it, or load with a larger kv_cache_memory_bytes",
                 )
             )
         whole_above, budget = self._runner.whole_above, self.model.vllm_config.scheduler_config.max_num_batched_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Hashable, Set
 from typing import TYPE_CHECKING
 
 from torchplug.engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -10,6 +10,8 @@ from torchplug.engine.sampling_params import RequestOutputKind, SamplingParams
 from torchplug.engine.text_stream import TextStream
 
 if TYPE_CHECKING:
+    from torchplug.engine.block_manager import BlockTable
+    from torchplug.engine.block_pool import BlockKey
     from torchplug.engine.prompts import TokenizedPrompt
     from torchplug.engine.sampler import SamplingState, TokenLogprobs
     from torchplug.engine.tokenizer import Tokenizer
@@ -21,7 +23,12 @@ class Request:
     Attributes:
         token_ids: Prompt and output, in one list.
         num_computed: How many of them have been through the model (their keys and values are in the cache).
-        slot: The cache slot it owns while it runs, else None.
+        slot: Its row in the runner's tables while it runs, else None.
+        blocks: Its cache blocks while it runs, a table for each cache group.
+        block_keys: Keys of its full blocks, as far as they have been asked for.
+        num_registered: Its first blocks that prefix caching knows already.
+        num_cached_tokens: Tokens found in the prefix cache when it first ran; None before.
+        cache_extra: What changes its keys and values beside its tokens.
         finish_reason: None until it is finished.
         sampling: What the sampler remembers of it.
 
@@ -43,10 +50,15 @@ class Request:
         "_stop_ids",
         "_text",
         "_tokenizer",
+        "block_keys",
+        "blocks",
+        "cache_extra",
         "finish_reason",
         "max_tokens",
+        "num_cached_tokens",
         "num_computed",
         "num_prompt_tokens",
+        "num_registered",
         "params",
         "prompt",
         "request_id",
@@ -75,6 +87,11 @@ class Request:
         self.num_prompt_tokens = len(prompt.token_ids)
         self.num_computed = 0
         self.slot: int | None = None
+        self.blocks: list[BlockTable] = []
+        self.block_keys: list[BlockKey] = []
+        self.num_registered = 0
+        self.num_cached_tokens: int | None = None
+        self.cache_extra: Hashable = ()
         room = max_model_len - self.num_prompt_tokens
         self.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self.finish_reason: str | None = None
@@ -100,6 +117,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """New tokens so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether tokens found in the prefix cache may stay uncomputed: not where all their logits are wanted."""
+        return getattr(self.params, "prompt_logprobs", None) is None
 
     @property
     def num_uncomputed(self) -> int:
