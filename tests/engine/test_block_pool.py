@@ -45,6 +45,7 @@ def test_a_hash_that_always_collides_finds_the_right_content_only():
         pool.register(block, key)
     assert [pool.find(key) for key in keys] == blocks
     assert pool.find(BlockKey(keys[1], (1, 1), hash_function=constant)) is None
+    assert pool.find(BlockKey(None, (1, 1), "adapter", hash_function=constant)) is None
 
 
 def test_a_long_chain_is_compared_without_recursion():
