@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from torchplug.engine.chat_template import Message
     from torchplug.engine.llm_engine import LLMEngine
+    from torchplug.engine.metrics import EngineMetrics
+    from torchplug.engine.parallel_sampling import ParallelRequest
     from torchplug.engine.request import Request
     from torchplug.engine.tokenizer import Tokenizer
 
@@ -173,6 +175,10 @@ class LLM:
             raise RequestError("LLM", Problem("tokenizer", "there is none", "load without skip_tokenizer_init=True"))
         return tokenizer
 
+    def metrics(self) -> EngineMetrics:
+        """Requests, waiting times and cache use so far."""
+        return self.llm_engine.metrics()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -278,7 +284,9 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _outputs(self, engine: LLMEngine, requests: Sequence[Request]) -> Generator[RequestOutput, None, None]:
+    def _outputs(
+        self, engine: LLMEngine, requests: Sequence[Request | ParallelRequest]
+    ) -> Generator[RequestOutput, None, None]:
         """Run requests to their end, yielding their outputs as they come. However the caller leaves, none stays behind.
 
         Several of these may be under way in turns (two streams, or `generate` inside the loop over a stream): a step
@@ -328,9 +336,9 @@ class LLM:
 
     def _checked_requests(
         self, engine: LLMEngine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
-    ) -> list[Request]:
+    ) -> list[Request | ParallelRequest]:
         """All requests, or one error that names every prompt that is not acceptable."""
-        requests: list[Request] = []
+        requests: list[Request | ParallelRequest] = []
         problems: list[Problem] = []
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             try:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 
 from torchplug.engine.block_manager import BlockManager, PrefixCacheStats
+from torchplug.engine.grammar import Grammars
 from torchplug.engine.kv_cache import PagedCache
+from torchplug.engine.metrics import EngineMetrics, MetricsRecorder
 from torchplug.engine.outputs import RequestOutput
-from torchplug.engine.prompts import Prompt, tokenize_prompt
+from torchplug.engine.parallel_sampling import ParallelRequest, child_params
+from torchplug.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
 from torchplug.engine.request import Request
 from torchplug.engine.runner import Runner
-from torchplug.engine.sampler import Sampler, SamplingState
+from torchplug.engine.sampler import Sampler, SamplingState, token_logprobs
 from torchplug.engine.sampling_params import SamplingParams
 from torchplug.engine.scheduler import Scheduled, Scheduler
 from torchplug.errors import Problem, RequestError
@@ -72,6 +76,10 @@ class LLMEngine:
         )
         self._sampler = Sampler(seed)
         self._requests: dict[str, Request] = {}
+        self._grammars = Grammars(tokenizer, self.eos_token_ids)
+        self._parallel: dict[str, ParallelRequest] = {}
+        self._parents: dict[str, tuple[ParallelRequest, int]] = {}  # by child
+        self._recorder = MetricsRecorder()
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Queue a request.
@@ -87,7 +95,9 @@ class LLMEngine:
         """
         self.submit(self.build_request(request_id, prompt, params))
 
-    def build_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+    def build_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Request | ParallelRequest:
         """A checked request, not yet queued: `submit` does that. Raises as `add_request` does."""
         if params is None:
             params = SamplingParams()
@@ -100,7 +110,21 @@ class LLMEngine:
         problems = [*self._prompt_problems(tokenized.token_ids), *self._params_problems(params)]
         if problems:
             raise RequestError(f"request {request_id!r}", problems)
-        sampling = SamplingState(params, tokenized.token_ids, sorted({*self.eos_token_ids, *params.stop_token_ids}))
+        if params.n == 1:
+            return self._request(request_id, tokenized, params)
+        children = [
+            self._request(f"{index}_{request_id}", tokenized, each) for index, each in enumerate(child_params(params))
+        ]
+        return ParallelRequest(request_id, params, children)
+
+    def _request(self, request_id: str, tokenized: TokenizedPrompt, params: SamplingParams) -> Request:
+        structure = params.structured_outputs
+        sampling = SamplingState(
+            params,
+            tokenized.token_ids,
+            sorted({*self.eos_token_ids, *params.stop_token_ids}),
+            None if structure is None else self._grammars.matcher(structure),
+        )
         return Request(
             request_id,
             tokenized,
@@ -111,22 +135,49 @@ class LLMEngine:
             tokenizer=self.tokenizer,
         )
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request | ParallelRequest) -> None:
         """Queue what `build_request` made."""
-        if request.request_id in self._requests:
+        children = request.children if isinstance(request, ParallelRequest) else [request]
+        if request.request_id in self or any(child.request_id in self for child in children):
             raise RequestError(
                 f"request {request.request_id!r}", Problem("request_id", "is in use", "give every request its own id")
             )
-        self._requests[request.request_id] = request
-        self._scheduler.add(request)
+        if isinstance(request, ParallelRequest):
+            self._parallel[request.request_id] = request
+        for index, child in enumerate(children):
+            if isinstance(request, ParallelRequest):
+                self._parents[child.request_id] = request, index
+            self._requests[child.request_id] = child
+            self._scheduler.add(child)
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Drop requests at once, with what they have cached; an id that is not (or no longer) here is ignored."""
         for name in (request_id,) if isinstance(request_id, str) else tuple(request_id):
-            request = self._requests.pop(name, None)
-            if request is not None:
-                request.finish_reason = "abort"
-                self._scheduler.remove(request)
+            parallel = self._parallel.pop(name, None)
+            self._recorder.num_aborted += name in self._requests or parallel is not None
+            children = [name] if parallel is None else [child.request_id for child in parallel.children]
+            for child in children:
+                self._drop(child)
+
+    def _drop(self, name: str) -> None:
+        self._parents.pop(name, None)
+        request = self._requests.pop(name, None)
+        if request is not None:
+            request.finish_reason = "abort"
+            self._scheduler.remove(request)
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether the request of this id is waiting or running."""
+        return request_id in self._requests or request_id in self._parallel
+
+    def metrics(self) -> EngineMetrics:
+        """A snapshot of the engine's load, times and cache. May be asked for on any thread."""
+        return self._recorder.snapshot(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            cache_usage=self.cache_usage if self._runner.cached else None,
+            prefix_cache_hit_rate=self.prefix_cache_stats.hit_rate if self.prefix_cache_stats.queries else None,
+        )
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
@@ -182,10 +233,16 @@ class LLMEngine:
             batch = self._scheduler.schedule()
             if not batch:
                 return []
+            for item in batch:
+                item.request.stats.scheduled()
             with torch.inference_mode():
                 logits = self._runner.run(batch)
+                if logits is not None and any(item.request.wants_prompt_logits for item in batch):
+                    logits = _take_prompt_logprobs(batch, logits)
                 sampling = [item.request for item in batch if item.samples]
-                sampled = None if logits is None else self._sampler.sample(logits, [r.sampling for r in sampling])
+                sampled = None
+                if sampling and logits is not None:
+                    sampled = self._sampler.sample(logits, [r.sampling for r in sampling])
             for item in batch:
                 item.request.num_computed = item.stop
             outputs: list[RequestOutput] = []
@@ -195,11 +252,14 @@ class LLMEngine:
                     if request.finish_reason is not None:
                         self._scheduler.remove(request)
                         del self._requests[request.request_id]
-                    if (output := request.output()) is not None:
+                        self._recorder.finished(request.stats, request.num_prompt_tokens)
+                    if (output := self._output(request)) is not None:
                         outputs.append(output)
             return outputs
         except BaseException as error:
-            lost = [name for name, request in self._requests.items() if request.slot is not None]
+            running = [name for name, request in self._requests.items() if request.slot is not None]
+            # An output of several that is lost takes its request with it.
+            lost = list(dict.fromkeys(self._parents[n][0].request_id if n in self._parents else n for n in running))
             self.abort_request(lost)
             self._scheduler.reset_cache()  # a prefix may have been registered that was never computed
             if isinstance(error, Exception):
@@ -208,8 +268,22 @@ class LLMEngine:
 
     def close(self) -> None:
         """Drop all requests and free the cache; the model itself stays open."""
-        self.abort_request(list(self._requests))
+        self.abort_request([*self._parallel, *self._requests])
         self._runner.close()
+
+    def _output(self, request: Request) -> RequestOutput | None:
+        """What to tell the caller after a step, in the name under which the request was added."""
+        output = request.output()
+        if request.request_id not in self._parents:
+            return output
+        parallel, index = self._parents[request.request_id]
+        if request.finish_reason is not None:
+            del self._parents[request.request_id]
+        if output is not None:
+            output = parallel.take(index, output)
+        if output is not None and output.finished:
+            del self._parallel[parallel.request_id]
+        return output
 
     def _prompt_problems(self, token_ids: list[int]) -> list[Problem]:
         problems = []
@@ -263,7 +337,35 @@ class LLMEngine:
             problems.append(
                 Problem("stop_token_ids", f"{bad} are outside the vocabulary", f"use ids below {self.vocab_size}")
             )
+        if self.vocab_size is not None and params.logit_bias:
+            outside = [i for i in params.logit_bias if i >= self.vocab_size]
+            if outside:
+                fix = f"use ids below {self.vocab_size}"
+                problems.append(Problem("logit_bias", f"{outside} are outside the vocabulary", fix))
         return problems
+
+
+_ROWS: Final = 256
+"""Prompt rows whose log-probabilities are computed at once: a row of a large vocabulary takes 0.6 MB."""
+
+
+def _take_prompt_logprobs(batch: Sequence[Scheduled], logits: Tensor) -> Tensor:
+    """Hand the prompts' rows to the requests that asked for them; returns the rows from which a token is sampled."""
+    sampled: list[int] = []
+    row = 0
+    for item in batch:
+        request, rows = item.request, item.request.prompt_rows(item.start, item.stop)
+        number = request.params.prompt_logprobs or 0
+        for first in range(0, len(rows), _ROWS):
+            part = rows[first : first + _ROWS]
+            tokens = [request.token_ids[item.start + each + 1] for each in part]
+            numbers = [number] * len(part)
+            request.take_prompt_logprobs(token_logprobs(logits[row + first : row + first + len(part)], tokens, numbers))
+        row += len(rows)
+        if item.samples:
+            sampled.append(row)
+            row += 1
+    return logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)]
 
 
 def _eos_token_ids(model: LoadedModel, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -63,7 +63,9 @@ class Runner:
         ]
 
     def run(self, batch: Sequence[Scheduled]) -> Tensor | None:
-        """Logits [n, vocab] of the `n` requests of the batch that sample, in batch order; None where none does.
+        """Logits [n, vocab] that the step is for; None where there are none.
+
+        In batch order, each request's `prompt_rows` and then, where it samples, its last row.
 
         Call it under `torch.inference_mode()`.
 
@@ -88,9 +90,10 @@ class Runner:
     def _run_alone(self, batch: Sequence[Scheduled]) -> Tensor:
         logits = []
         for item in batch:
+            rows = [*item.request.prompt_rows(item.start, item.stop), -1]
             input_ids = torch.tensor(item.request.token_ids[item.start : item.stop], device=self._device)
             hidden_states = self._forward(input_ids, torch.arange(item.start, item.stop, device=self._device))
-            logits.append(self._logits(hidden_states[-1:]))
+            logits.append(self._logits(hidden_states[rows]))
         return torch.cat(logits)
 
     def _lay_out(self, batch: Sequence[Scheduled]) -> tuple[ForwardContext, Tensor, Tensor, list[int]]:
@@ -102,6 +105,7 @@ class Runner:
         starts[0] = 0
         for index, item in enumerate(batch):
             start, stop = item.start, item.stop
+            rows.extend([num_tokens + row for row in item.request.prompt_rows(start, stop)])
             if stop - start == 1:
                 ids[num_tokens] = item.request.token_ids[start]
                 positions[num_tokens] = start
