@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -42,7 +43,6 @@ _NOT_SERVED: Final[dict[str, Any]] = {
     "tokenizer_revision": None,
     "chat_template": None,
     "gpu_memory_utilization": None,
-    "kv_cache_memory_bytes": None,
     "kv_cache_dtype": "auto",
     "swap_space": 0,
     "cpu_offload_gb": 0,
@@ -87,7 +87,8 @@ class LLM:
         max_model_len: Longest prompt and output together, in tokens; None: what the checkpoint says.
         max_num_seqs: Most requests that run at once.
         max_num_batched_tokens: Most tokens in one step; longer prompts are read in chunks.
-        enable_prefix_caching: Not served yet: None or False.
+        enable_prefix_caching: Keep what prompts have in common in the cache; None: True.
+        kv_cache_memory_bytes: Most bytes of the KV cache; None: a share of what is free after loading.
         seed: For the draws of requests without a seed of their own.
         use_tqdm_on_load: Show progress while weights load, where standard error is a terminal.
         plugins: Which distributions' plugins take part, e.g. "*,-foo"; None reads TORCHPLUG_PLUGINS.
@@ -110,6 +111,7 @@ class LLM:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool | None = None,
+        kv_cache_memory_bytes: int | None = None,
         seed: int | None = 0,
         use_tqdm_on_load: bool = True,
         plugins: str | None = None,
@@ -118,16 +120,14 @@ class LLM:
     ) -> None:
         names = list(LLM.__init__.__kwdefaults__ or {})
         problems = _argument_problems(others, names)
-        if enable_prefix_caching:
-            problems.append(
-                Problem(
-                    "enable_prefix_caching", "not served yet by this version", "leave it out, or pass None or False"
-                )
-            )
+        if enable_prefix_caching not in (None, True, False):
+            says = f"expected True, False or None, got {enable_prefix_caching!r}"
+            problems.append(Problem("enable_prefix_caching", says, "correct enable_prefix_caching"))
         for name, value in (
             ("max_model_len", max_model_len),
             ("max_num_seqs", max_num_seqs),
             ("max_num_batched_tokens", max_num_batched_tokens),
+            ("kv_cache_memory_bytes", kv_cache_memory_bytes),
         ):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 problems.append(Problem(name, f"expected an integer of at least 1, got {value!r}", f"correct {name}"))
@@ -150,10 +150,14 @@ class LLM:
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS,
+                enable_prefix_caching=enable_prefix_caching is not False,
+                kv_cache_memory_bytes=kv_cache_memory_bytes,
                 progress=progress,
             )
         self.model = loaded
         self._engine: LLMEngine | None = LLMEngine(loaded, tokenizer, seed=seed)
+        if use_tqdm_on_load and sys.stderr.isatty():
+            print(self._engine.kv_cache, file=sys.stderr)
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
 
