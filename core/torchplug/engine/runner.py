@@ -105,7 +105,8 @@ class Runner:
         starts[0] = 0
         for index, item in enumerate(batch):
             start, stop = item.start, item.stop
-            rows.extend([num_tokens + row for row in item.request.prompt_rows(start, stop)])
+            if item.request.wants_prompt_logits:
+                rows.extend([num_tokens + row for row in item.request.prompt_rows(start, stop)])
             if stop - start == 1:
                 ids[num_tokens] = item.request.token_ids[start]
                 positions[num_tokens] = start
