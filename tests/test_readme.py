@@ -57,13 +57,23 @@ def test_the_model_plugin_on_the_first_screen_is_a_package_that_generates(tmp_pa
 
 @pytest.mark.oracle
 def test_the_python_examples_run_and_the_answer_is_paris(capsys):
-    exec(block("python", 'LLM("demo")'), {})
+    exec(block("python", "host.architectures"), {})
     assert "torchplug_models.llama:LlamaForCausalLM\nThe capital of France is Paris." in capsys.readouterr().out
     exec(
         block("python", "model.hooks.embed_input_ids"),
         {"Host": __import__("torchplug").Host, "input_ids": torch.tensor([1])},
     )
     assert "['embed_input_ids']" in capsys.readouterr().out
+
+
+@pytest.mark.oracle
+def test_the_structured_and_the_async_example_run(capsys):
+    pytest.importorskip("llguidance")
+    exec(block("python", "StructuredOutputsParams"), {})
+    assert re.fullmatch(r"(Paris|Rome|Berlin), (France|Italy|Germany)\n", capsys.readouterr().out)
+    exec(block("python", "AsyncLLM"), {})
+    shown = capsys.readouterr().out
+    assert " Paris" in shown and " Rome" in shown and shown.endswith("2 requests finished\n")
 
 
 def test_every_command_of_the_table_exists_and_no_other():

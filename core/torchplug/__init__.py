@@ -18,7 +18,9 @@ _PUBLIC = {
     "torchplug.engine.llm": ("LLM",),
     "torchplug.engine.llm_engine": ("LLMEngine",),
     "torchplug.engine.outputs": ("CompletionOutput", "Logprob", "RequestOutput"),
+    "torchplug.engine.async_llm": ("AsyncLLM",),
     "torchplug.engine.sampling_params": ("SamplingParams",),
+    "torchplug.engine.structured_outputs": ("StructuredOutputsParams",),
     "torchplug.config": ("VllmConfig",),
     "torchplug.errors": (
         "CheckpointError",
@@ -48,12 +50,14 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from torchplug.config import VllmConfig as VllmConfig
+    from torchplug.engine.async_llm import AsyncLLM as AsyncLLM
     from torchplug.engine.llm import LLM as LLM
     from torchplug.engine.llm_engine import LLMEngine as LLMEngine
     from torchplug.engine.outputs import CompletionOutput as CompletionOutput
     from torchplug.engine.outputs import Logprob as Logprob
     from torchplug.engine.outputs import RequestOutput as RequestOutput
     from torchplug.engine.sampling_params import SamplingParams as SamplingParams
+    from torchplug.engine.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from torchplug.errors import CheckpointError as CheckpointError
     from torchplug.errors import ContractError as ContractError
     from torchplug.errors import DeviceError as DeviceError

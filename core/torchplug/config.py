@@ -109,10 +109,13 @@ class ModelConfig:
 
 @dataclass(slots=True)
 class CacheConfig:
-    """Paged cache: `block_size` in tokens; "auto" dtypes follow the model dtype."""
+    """Paged cache: `block_size` in tokens; "auto" dtypes follow the model dtype; `kv_cache_memory_bytes` None takes a
+    share of the memory that is there when the engine starts.
+    """
 
     block_size: int = 16
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
+    kv_cache_memory_bytes: int | None = None
     mamba_cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
 

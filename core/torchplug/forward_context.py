@@ -8,13 +8,22 @@ cache, which is what an author's own test and a profile run want.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Where the layers of one sliding window keep this step's tokens; the attributes are those of `ForwardContext`."""
+
+    slot_mapping: Tensor
+    block_tables: Tensor
+    block_tables_host: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +35,14 @@ class ForwardContext:
         seq_lens: int32 [num_reqs], tokens of each request after this step (cached + new).
         slot_mapping: int64 [num_tokens], flat cache slot (block id * block_size + offset) that each token's key and
             value go to.
-        block_tables: int32 [num_reqs, max_blocks], block ids of each request in order; unused entries are 0.
+        block_tables: int32 [num_reqs, max_blocks], block ids of each request in order; entries past a
+            request's length, and those that a sliding window has left behind, mean nothing.
         block_size: Tokens per block.
         query_lens_host: New tokens of each request, on the host, for backends that loop over requests.
         seq_lens_host: `seq_lens` on the host.
         block_tables_host: Block ids of each request, on the host.
+        by_window: In a model whose layers have different sliding windows, the layout for each of them that does not use
+            the one here.
     """
 
     query_start_loc: Tensor
@@ -41,6 +53,7 @@ class ForwardContext:
     query_lens_host: tuple[int, ...]
     seq_lens_host: tuple[int, ...]
     block_tables_host: tuple[tuple[int, ...], ...]
+    by_window: Mapping[int | None, BlockLayout] = field(default_factory=dict)
 
 
 class _Current(threading.local):

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from torch import nn
-from torchplug.config import DeviceConfig, HfConfig, ModelConfig, SchedulerConfig, VllmConfig
+from torchplug.config import CacheConfig, DeviceConfig, HfConfig, ModelConfig, SchedulerConfig, VllmConfig
 from torchplug.engine.llm_engine import LLMEngine
 from torchplug.layers import Attention
 
@@ -17,9 +17,10 @@ VOCAB, HIDDEN, HEADS, MAX_LEN = 48, 24, 4, 1024
 
 
 class TinyModel(nn.Module):
-    """Two attention layers with learned positions; weights large enough that every token and position matters."""
+    """Attention layers (one for each window) with learned positions; weights large enough that every token and position
+    matters."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, windows: tuple[int | None, ...] = (None, None)) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
 
@@ -28,10 +29,12 @@ class TinyModel(nn.Module):
 
         self.embed = matrix(VOCAB, HIDDEN, scale=HIDDEN**0.5)
         self.places = matrix(MAX_LEN, HIDDEN, scale=HIDDEN**0.5)
-        self.qkv = nn.ParameterList([matrix(2 * HIDDEN, HIDDEN, scale=2.0) for _ in range(2)])
-        self.out = nn.ParameterList([matrix(HIDDEN, HIDDEN, scale=2.0) for _ in range(2)])
+        self.qkv = nn.ParameterList([matrix(2 * HIDDEN, HIDDEN, scale=2.0) for _ in windows])
+        self.out = nn.ParameterList([matrix(HIDDEN, HIDDEN, scale=2.0) for _ in windows])
         self.head = matrix(VOCAB, HIDDEN, scale=2.0)
-        self.attn = nn.ModuleList([Attention(HEADS, HIDDEN // HEADS, 0.5, HEADS // 2) for _ in range(2)])
+        self.attn = nn.ModuleList(
+            [Attention(HEADS, HIDDEN // HEADS, 0.5, HEADS // 2, sliding_window=window) for window in windows]
+        )
         self.calls: list[tuple[list[int], list[int]]] = []
         self.fail_at: int | None = None
 
@@ -91,6 +94,9 @@ def make_engine(
     max_model_len: int = 64,
     eos: int | list[int] | None = None,
     seed: int | None = 0,
+    block_size: int = 16,
+    enable_prefix_caching: bool = True,
+    kv_cache_memory_bytes: int | None = None,
 ) -> LLMEngine:
     config = HfConfig({"vocab_size": VOCAB}, source="test/config.json")
     device = torch.device("cpu")
@@ -99,15 +105,21 @@ def make_engine(
         vllm_config=VllmConfig(
             ModelConfig("test", config, torch.float32, max_model_len),
             DeviceConfig(device),
+            cache_config=CacheConfig(block_size, enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes),
             scheduler_config=SchedulerConfig(max_num_seqs, max_num_batched_tokens),
         ),
         device=device,
         dtype=torch.float32,
         checkpoint=SimpleNamespace(generation_config={} if eos is None else {"eos_token_id": eos}, config={}),
         close=lambda: None,
-        wrapped=lambda hook: None,
+        wrappers_of=lambda hook: (),
     )
-    return LLMEngine(loaded, tokenizer, seed=seed)
+    engine = LLMEngine(loaded, tokenizer, seed=seed)
+    for layer in loaded.module.modules():
+        if isinstance(layer, Attention):
+            for half in layer.kv_cache:
+                half.fill_(float("nan"))  # what no request wrote must never be read
+    return engine
 
 
 @pytest.fixture(scope="session")

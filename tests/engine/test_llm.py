@@ -110,10 +110,11 @@ def test_arguments_of_a_call_that_are_not_served_are_refused(llm, call, says):
 
 def test_arguments_of_the_constructor_are_all_checked_before_loading(tiny_checkpoint):
     with pytest.raises(RequestError) as caught:
-        LLM(tiny_checkpoint, max_model_length=5, tensor_parallel_size=2, enable_prefix_caching=True, max_num_seqs=0)
+        LLM(tiny_checkpoint, max_model_length=5, tensor_parallel_size=2, enable_prefix_caching="yes", max_num_seqs=0)
     text = str(caught.value)
     assert len(caught.value.problems) == 4
     assert "did you mean 'max_model_len'?" in text and "tensor_parallel_size" in text and "not served" in text
+    assert "enable_prefix_caching" in text
     with pytest.raises(CheckpointError, match="demo"):
         LLM("no/such/model")
 
@@ -127,6 +128,7 @@ def test_arguments_that_change_nothing_here_are_accepted(tiny_checkpoint):
         max_model_len=64,
         max_num_seqs=2,
         enable_prefix_caching=False,
+        kv_cache_memory_bytes=1 << 20,
         max_num_batched_tokens=64,
         tensor_parallel_size=1,
         trust_remote_code=False,
@@ -279,3 +281,31 @@ def test_the_demo_model_answers_the_same_alone_in_a_batch_and_in_chunks(demo):
     assert together == [tokens(demo.chat(chat, params)[0]) for chat in chats]
     with LLM("demo", dtype="float32", max_num_batched_tokens=7, max_num_seqs=3) as chunked:
         assert [tokens(output) for output in chunked.chat(chats, params)] == together
+
+
+def test_prefix_caching_is_on_unless_it_is_switched_off(tiny_checkpoint):
+    prompts = ["the capital of France is " * 4] * 2
+    params = dataclasses.replace(GREEDY, max_tokens=4)
+    answers = []
+    for given, hits in ((None, True), (True, True), (False, False)):
+        with LLM(tiny_checkpoint, max_model_len=256, enable_prefix_caching=given) as llm:
+            for prompt in prompts:
+                (output,) = llm.generate(prompt, params)
+                answers.append(tokens(output))
+            assert bool(output.num_cached_tokens) == hits
+            assert bool(llm.metrics().prefix_cache_hit_rate) == hits and llm.metrics().cache_usage == 0
+    assert len(set(map(tuple, answers))) == 1
+
+
+def test_outputs_of_one_prompt_share_its_blocks(tiny_checkpoint):
+    """Three outputs of a prompt of 10 blocks hold it once, not three times."""
+    several = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=4)
+    with LLM(tiny_checkpoint, max_model_len=512, max_num_batched_tokens=512) as llm:
+        engine = llm.llm_engine
+        size = engine.kv_cache.block_size
+        engine.add_request("x", [5 + i % 200 for i in range(10 * size + 3)], several)
+        engine.step()
+        engine.step()
+        assert engine.num_running == 3
+        shared = len({block for request in engine._requests.values() for block in request.blocks[0].ids[:10]})
+        assert shared == 10

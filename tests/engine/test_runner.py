@@ -17,15 +17,15 @@ def test_the_context_describes_the_flat_batch(tiny_model, engine_of):
     engine.add_request("b", [4] * 10, SamplingParams(temperature=0, max_tokens=9))
     engine.step()
     context = seen[1]
-    assert context.block_size == 256
+    assert context.block_size == 16
     assert context.query_lens_host == (1, 7) and context.seq_lens_host == (4, 7)
-    assert context.block_tables_host == ((0,), (1,))
+    assert context.block_tables_host == ((0,), (1, 2))
     assert context.query_start_loc.tolist() == [0, 1, 8] and context.query_start_loc.dtype == torch.int32
     assert context.seq_lens.tolist() == [4, 7] and context.seq_lens.dtype == torch.int32
     assert context.block_tables.tolist() == [[0], [1]] and context.block_tables.dtype == torch.int32
-    assert context.slot_mapping.tolist() == [3, *range(256, 263)] and context.slot_mapping.dtype == torch.int64
+    assert context.slot_mapping.tolist() == [3, *range(16, 23)] and context.slot_mapping.dtype == torch.int64
     engine.step()
-    assert seen[2].query_lens_host == (1, 3) and seen[2].slot_mapping.tolist() == [4, 263, 264, 265]
+    assert seen[2].query_lens_host == (1, 3) and seen[2].slot_mapping.tolist() == [4, 23, 24, 25]
     assert get_forward_context() is None
 
 

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from torchplug.engine.sampling_params import RequestOutputKind, SamplingParams
+from torchplug.engine.structured_outputs import StructuredOutputsParams
 from torchplug.errors import RequestError
 
 
@@ -58,6 +59,15 @@ def test_values_become_their_plain_form():
         ("ignore_eos", 1),
         ("detokenize", None),
         ("output_kind", "delta"),
+        ("n", 0),
+        ("n", True),
+        ("prompt_logprobs", -2),
+        ("logit_bias", {3: 100.5}),
+        ("logit_bias", {3: float("nan")}),
+        ("logit_bias", {-3: 1.0}),
+        ("logit_bias", {"x": 1.0}),
+        ("logit_bias", [3]),
+        ("structured_outputs", {"regex": "a"}),
     ],
 )
 def test_a_value_out_of_range_is_named(name, value):
@@ -70,17 +80,25 @@ def test_a_value_out_of_range_is_named(name, value):
 def test_all_problems_come_at_once():
     with pytest.raises(RequestError) as caught:
         SamplingParams(
-            temperature=-1, top_p=2, max_tokens=2, min_tokens=3, detokenize=False, stop="x", temprature=1, n=4
+            temperature=-1,
+            top_p=2,
+            max_tokens=2,
+            min_tokens=3,
+            detokenize=False,
+            stop="x",
+            temprature=1,
+            best_of=4,
+            bad_words="x",
         )
     wheres = [problem.where for problem in caught.value.problems]
-    assert wheres == ["temperature", "top_p", "min_tokens", "stop", "temprature", "n"]
+    assert wheres == ["temperature", "top_p", "min_tokens", "stop", "temprature", "best_of", "bad_words"]
     assert "did you mean 'temperature'?" in str(caught.value)
     assert "not served by this version" in str(caught.value)
 
 
 def test_arguments_that_are_not_served_are_accepted_only_switched_off():
     assert SamplingParams(n=1, prompt_logprobs=None, bad_words=None) == SamplingParams()
-    for other in ({"n": 2}, {"prompt_logprobs": 1}, {"logit_bias": {3: 1.0}}, {"bad_words": ["x"]}, {"n": True}):
+    for other in ({"bad_words": ["x"]}, {"allowed_token_ids": [1]}, {"logits_processors": [print]}):
         with pytest.raises(RequestError, match="not served by this version"):
             SamplingParams(**other)
 
@@ -98,3 +116,47 @@ def test_importing_it_imports_no_torch():
     heavy = "{'torch', 'numpy', 'jinja2', 'tokenizers'}"
     code = f"import sys, torchplug; torchplug.SamplingParams(); assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_only_the_values_together_break():
+    with pytest.raises(RequestError, match="n: 2 greedy outputs would all be the same"):
+        SamplingParams(n=2, temperature=0)
+    with pytest.raises(RequestError, match="ignore_eos: a structured output ends"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), ignore_eos=True)
+
+
+def test_a_bias_read_from_json_has_text_for_token_ids():
+    assert SamplingParams(logit_bias={"3": -100, 5: np.float32(1)}).logit_bias == {3: -100.0, 5: 1.0}
+    assert SamplingParams(logit_bias={}).logit_bias is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({}, "expected exactly one of json, regex, choice, grammar, json_object, got none of them"),
+        ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
+        ({"choice": []}, "choice: expected texts"),
+        ({"choice": "abc"}, "choice: expected texts"),
+        ({"choice": ["a", 3]}, "choice: expected texts"),
+        ({"json": 7}, "json: expected str or dict, got int"),
+        ({"json": {"a": {1, 2}}}, "json: is no JSON schema"),
+        ({"regex": 7}, "regex: expected str, got int"),
+        ({"regex": "a", "structural_tag": "x"}, "structural_tag: not served by this version"),
+        ({"regex": "a", "regexx": "x"}, "regexx: no such argument"),
+        ({"json_object": True, "disable_any_whitespace": 1}, "disable_any_whitespace: expected True or False"),
+    ],
+)
+def test_a_structure_that_is_none_is_refused(arguments, says):
+    with pytest.raises(RequestError, match=says):
+        StructuredOutputsParams(**arguments)
+
+
+def test_a_structure_may_be_given_by_a_pydantic_model():
+    class Like:
+        @staticmethod
+        def model_json_schema():
+            return {"type": "object"}
+
+    one = StructuredOutputsParams(json=Like)
+    assert one.json == {"type": "object"} and one.form == "json"
+    assert len({one, StructuredOutputsParams(json={"type": "object"}), StructuredOutputsParams(json_object=True)}) == 2

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchplug.forward_context import ForwardContext, set_forward_context
-from torchplug.layers import Attention, KVCacheSpec, allocate_kv_cache, copy_kv_cache
+from torchplug.layers import Attention, KVCacheSpec, allocate_kv_cache
 
 SHAPES = [(5, 1, 24), (6, 2, 8), (3, 3, 16), (9, 3, 64)]
 
@@ -263,18 +263,6 @@ def test_how_a_prompt_is_cut_never_changes_the_result(chunks, window, block_size
         for chunk in chunks if batch is cut else [sum(chunks)]:
             batch.step({"a": chunk})
     torch.testing.assert_close(torch.cat(cut.results["a"]), torch.cat(whole.results["a"]), rtol=0, atol=1e-5)
-
-
-def test_a_cache_grows_with_its_content():
-    batch = Batch(block_size=8, num_blocks=3)
-    for name in "ab":
-        batch.add(name)
-    batch.step({"a": 7, "b": 4})
-    grown = allocate_kv_cache(batch.layer.kv_cache_spec(), 6, 16, torch.float32, "cpu")
-    copy_kv_cache(batch.layer.kv_cache, grown, 3, 8, 16)
-    batch.layer.kv_cache, batch.block_size = grown, 16
-    batch.step({"b": 1, "a": 6})
-    batch.check()
 
 
 def test_the_spec_says_what_a_token_costs():

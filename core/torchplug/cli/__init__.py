@@ -42,6 +42,7 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "check": LazyCommand("torchplug.cli.check:check", "Whether a model class keeps its promises, and the fix."),
     "api": LazyCommand("torchplug.cli.api:api", "The hooks of this release, for authors and for comparing releases."),
     "generate": LazyCommand("torchplug.cli.generate:generate", "Answer prompts with a model."),
+    "bench": LazyCommand("torchplug.cli.bench:bench", "How fast a model runs here: throughput, latency, startup."),
     "chat": LazyCommand("torchplug.cli.chat:chat", "Talk to a model in the terminal."),
     "convert": LazyCommand("torchplug.cli.convert:convert", "Write a GGUF file as a checkpoint directory."),
 }

@@ -1,4 +1,4 @@
-"""`torchplug generate`: answer one prompt, or several in one batch."""
+"""`torchplug generate`: answer one prompt, several in one batch, or a file of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,21 +24,60 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("prompts", nargs=-1, required=True, metavar="PROMPT...")
+@click.argument("prompts", nargs=-1, metavar="PROMPT...")
 @model_options(max_tokens=256)
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
 @click.option(
     "--logprobs", type=int, metavar="N", help="Show each token's log-probability and the N most probable ones."
 )
+@click.option(
+    "--input",
+    "source",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Answer a file of requests, one JSON object a line, into --output.",
+)
+@click.option(
+    "--output",
+    "target",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where the answers of --input go, one JSON object a line, in the order in which they are complete.",
+)
 @json_option
-def generate(choices: Choices, prompts: tuple[str, ...], raw: bool, logprobs: int | None, as_json: bool) -> None:
+@click.pass_context
+def generate(
+    context: click.Context,
+    choices: Choices,
+    prompts: tuple[str, ...],
+    raw: bool,
+    logprobs: int | None,
+    source: Path | None,
+    target: Path | None,
+    as_json: bool,
+) -> None:
     """Answer each PROMPT; `-` is read from standard input.
 
     The model's chat template is applied where it has one. Answers go to standard output as they are written, figures
     to standard error.
 
         torchplug generate "What is the capital of France?"
+
+    With --input, a line is {"prompt": "..."} (taken as it is), {"messages": [...]} (written out by the chat template)
+    or {"prompt_token_ids": [...]}, with an "id" and "sampling_params" if you like; its answer is one line of --output.
+    The same command goes on after a kill: a line that has an answer is not asked again, a bad line has its error there.
+
+        torchplug generate --input requests.jsonl --output answers.jsonl
     """
+    if source is not None or target is not None:
+        if source is None or target is None:
+            raise click.UsageError("--input and --output go together")
+        if prompts or raw or choices.system is not None or as_json:
+            raise click.UsageError("--input takes no PROMPT, --raw, --system or --json: each line says what it wants")
+        _answer_file(context, choices, source, target, logprobs)
+        return
+    if not prompts:
+        raise click.UsageError("Missing argument 'PROMPT...', or --input FILE --output FILE.")
     if raw and choices.system is not None:
         raise click.UsageError("--system is a message of a conversation; --raw has none")
     params = choices.sampling_params(logprobs=logprobs)
@@ -49,6 +89,32 @@ def generate(choices: Choices, prompts: tuple[str, ...], raw: bool, logprobs: in
             print_json([_as_dict(text, output) for text, output in zip(texts, outputs, strict=True)])
         else:
             _stream(llm, texts, requests, params)
+
+
+def _answer_file(context: click.Context, choices: Choices, source: Path, target: Path, logprobs: int | None) -> None:
+    from torchplug.cli.batch_file import BatchFile
+    from torchplug.engine.progress import progress_bar
+
+    choices.sampling_params(logprobs=logprobs)  # refused now, not in every line
+    batch = BatchFile(source, target, defaults={**choices.sampling, "logprobs": logprobs}, model=choices.model)
+    tally = batch.tally
+    try:
+        with batch.open():
+            if tally.done < tally.total:
+                with choices.open_llm() as llm, progress_bar("answering", enabled=True) as progress:
+                    most = 4 * llm.model.vllm_config.scheduler_config.max_num_seqs
+                    progress(tally.done, tally.total)
+                    for _ in batch.run(llm, most_in_flight=most):
+                        progress(tally.done, tally.total)
+    except KeyboardInterrupt:
+        click.echo(f"{tally.done} of {tally.total} lines are done; the same command goes on from here", err=True)
+        raise
+    before = f", {tally.done_before} of them before this run" if tally.done_before else ""
+    click.echo(f"{tally.done} of {tally.total} lines are done{before}", err=True)
+    if tally.failed:
+        shown = ", ".join(map(str, sorted(tally.failed)[:10])) + (", ..." if len(tally.failed) > 10 else "")
+        click.echo(f"{len(tally.failed)} have an error instead of an answer: line {shown} of {source}", err=True)
+        context.exit(1)
 
 
 def _standard_input() -> str:

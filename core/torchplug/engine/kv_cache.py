@@ -1,89 +1,176 @@
-"""The KV cache of all attention layers: one contiguous block per slot, grown as requests need it.
+"""The KV cache of all attention layers, in blocks: how many there are, what they cost, and their memory.
 
-A slot belongs to one running request. Slots and their length grow in powers of two, copying what is there, so a cache
-is never larger than twice what the longest request and the largest batch so far have needed, and nothing is reserved
-for lengths that nobody reaches.
+Layers with the same sliding window keep and drop the same tokens, so they form a group with block ids of its own; a
+model of one kind of layer has one group. Memory is divided so that every group holds the same number of requests.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from torchplug.engine.cache_memory import default_cache_bytes
 from torchplug.errors import DeviceError, Problem
-from torchplug.layers.attention import Attention, allocate_kv_cache, copy_kv_cache
+from torchplug.layers.attention import Attention, allocate_kv_cache
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_SMALLEST_BLOCK: Final = 256
-"""Tokens of the shortest slot: growing from less would copy more often than it saves."""
+_log = logging.getLogger(__name__)
 
 
-class SlotCache:
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that share block ids.
+
+    Attributes:
+        window: Only so many last tokens of a request are read; None for all.
+        layers: The layers.
+        block_bytes: What a block costs in all of them.
+        blocks_per_request: Blocks of the longest request that is possible.
+        num_blocks: Blocks there are.
+    """
+
+    window: int | None
+    layers: tuple[Attention, ...]
+    block_bytes: int
+    blocks_per_request: int
+    num_blocks: int
+
+
+class PagedCache:
     """Caches of the `Attention` layers of a module.
+
+    On CPU the memory is taken from the system as blocks are written, not at once.
 
     Args:
         module: The model; each layer's `kv_cache` is set here and nowhere else.
         dtype: Of keys and values, where a layer's spec names none.
         device: Where they live.
-        max_slots: Most slots.
-        max_tokens: Most tokens of a slot.
+        block_size: Tokens of a block.
+        max_num_seqs: Most requests at once; there are never more blocks than these need.
+        max_num_batched_tokens: Most tokens in one step, which a sliding layer keeps beside its window.
+        max_model_len: Most tokens of a request.
+        memory_bytes: Most bytes; None: `default_cache_bytes`.
 
     Attributes:
-        layers: The layers found; without any the model has no cache of ours.
-        num_slots: Slots there are now.
-        block_size: Tokens of a slot now.
+        groups: Empty where the module has no attention layer of ours.
+        block_size: As given.
+        num_bytes: Of all blocks.
+        max_tokens: Longest request that fits; max_model_len unless memory is short.
+        concurrency: Requests of `max_tokens` that fit at once, at most max_num_seqs.
+
+    Raises:
+        DeviceError: The memory is not there, or too small for one block of each layer.
     """
 
     def __init__(
-        self, module: nn.Module, *, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int
+        self,
+        module: nn.Module,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        memory_bytes: int | None = None,
     ) -> None:
-        self.layers = [layer for layer in module.modules() if isinstance(layer, Attention)]
-        self.num_slots = 0
-        self.block_size = 0
-        self._dtype = dtype
-        self._device = device
-        self._max_slots = max_slots
-        self._max_tokens = max_tokens
+        self.block_size = block_size
+        self.max_tokens = max_model_len
+        self.concurrency = float(max_num_seqs)
+        self._layers = [layer for layer in module.modules() if isinstance(layer, Attention)]
+        by_window: dict[int | None, list[Attention]] = {}
+        for layer in self._layers:
+            window = layer.kv_cache_spec().sliding_window
+            by_window.setdefault(None if window is None or window >= max_model_len else window, []).append(layer)
+        costs = {
+            window: sum(_token_bytes(layer, dtype) for layer in layers) * block_size
+            for window, layers in by_window.items()
+        }
 
-    def reserve(self, num_slots: int, num_tokens: int) -> None:
-        """Make room for `num_tokens` tokens in each of the first `num_slots` slots; what is cached stays.
+        def blocks(window: int | None, num_tokens: int) -> int:
+            """Blocks that a request of that length holds at most."""
+            whole = -(-num_tokens // block_size)
+            # A chunk and the window before it, starting and ending anywhere in a block.
+            kept = whole if window is None else (window - 1 + max_num_batched_tokens + block_size - 2) // block_size + 1
+            return min(whole, kept)
 
-        Raises:
-            DeviceError: There is not enough memory. The cache is empty afterwards.
-        """
-        if num_slots <= self.num_slots and num_tokens <= self.block_size:
-            return
-        slots = max(self.num_slots, min(_power_of_two(num_slots), self._max_slots))
-        size = max(self.block_size, min(_power_of_two(max(num_tokens, _SMALLEST_BLOCK)), self._max_tokens))
+        def cost(num_tokens: int) -> int:
+            return sum(blocks(window, num_tokens) * costs[window] for window in by_window)
+
+        shares = dict.fromkeys(by_window, 0)
+        if by_window:
+            memory = default_cache_bytes(device) if memory_bytes is None else memory_bytes
+            if memory < cost(max_model_len):
+                self.max_tokens = _largest(lambda n: cost(n * block_size) <= memory, -(-max_model_len // block_size))
+                self.max_tokens = min(self.max_tokens * block_size, max_model_len)
+                if not self.max_tokens:
+                    raise _no_memory(
+                        device,
+                        f"{memory} bytes do not hold one block of {block_size} tokens in {len(self._layers)} layers "
+                        f"({cost(1)} bytes)",
+                    )
+            self.concurrency = min(float(max_num_seqs), memory / cost(self.max_tokens))
+            shares = {window: int(blocks(window, self.max_tokens) * self.concurrency) for window in by_window}
+        self.groups = tuple(
+            CacheGroup(window, tuple(layers), costs[window], blocks(window, self.max_tokens), shares[window])
+            for window, layers in by_window.items()
+        )
+        self.num_bytes = sum(group.num_blocks * group.block_bytes for group in self.groups)
+        self._allocate(dtype, device)
+        if self.groups:
+            _log.info("%s", self)
+
+    def __str__(self) -> str:
+        if not self.groups:
+            return "KV cache: none"
+        blocks = " + ".join(
+            str(group.num_blocks) + ("" if group.window is None else f" (window {group.window})")
+            for group in self.groups
+        )
+        return (
+            f"KV cache: {self.num_bytes / 2**30:.2f} GiB in {blocks} blocks of {self.block_size} tokens, "
+            f"room for {self.concurrency:.1f} requests of {self.max_tokens} tokens at once"
+        )
+
+    def clear(self) -> None:
+        """Give all memory back."""
+        for layer in self._layers:
+            layer.kv_cache = None
+
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         try:
-            for layer in self.layers:
-                grown = allocate_kv_cache(layer.kv_cache_spec(), slots, size, self._dtype, self._device)
-                if layer.kv_cache is not None:
-                    copy_kv_cache(layer.kv_cache, grown, self.num_slots, self.block_size, size)
-                layer.kv_cache = grown  # layer by layer, so that only one is there twice
+            for group in self.groups:
+                for layer in group.layers:
+                    layer.kv_cache = allocate_kv_cache(
+                        layer.kv_cache_spec(), group.num_blocks, self.block_size, dtype, device
+                    )
         except (RuntimeError, MemoryError) as error:
             self.clear()
-            raise DeviceError(
-                f"device {str(self._device)!r}",
-                Problem(
-                    "KV cache",
-                    f"no memory for {slots} requests of {size} tokens in {len(self.layers)} layers",
-                    "lower max_num_seqs or max_model_len, or ask for fewer max_tokens",
-                ),
-            ) from error
+            raise _no_memory(device, f"no memory for {self.num_bytes} bytes in {len(self._layers)} layers") from error
         except BaseException:
             self.clear()
             raise
-        self.num_slots, self.block_size = slots, size
-
-    def clear(self) -> None:
-        """Give all memory back; every slot's content is lost."""
-        for layer in self.layers:
-            layer.kv_cache = None
-        self.num_slots = self.block_size = 0
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+def _token_bytes(layer: Attention, dtype: torch.dtype) -> int:
+    spec = layer.kv_cache_spec()
+    return 2 * spec.num_kv_heads * spec.head_size * (spec.dtype or dtype).itemsize
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, where every smaller one does too; 0 where none does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _no_memory(device: torch.device, says: str) -> DeviceError:
+    fix = "raise kv_cache_memory_bytes, or lower max_model_len or max_num_seqs"
+    return DeviceError(f"device {str(device)!r}", Problem("KV cache", says, fix))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from torchplug.engine.chat_template import Message
     from torchplug.engine.llm_engine import LLMEngine
+    from torchplug.engine.metrics import EngineMetrics
+    from torchplug.engine.parallel_sampling import ParallelRequest
     from torchplug.engine.request import Request
     from torchplug.engine.tokenizer import Tokenizer
 
@@ -40,7 +43,6 @@ _NOT_SERVED: Final[dict[str, Any]] = {
     "tokenizer_revision": None,
     "chat_template": None,
     "gpu_memory_utilization": None,
-    "kv_cache_memory_bytes": None,
     "kv_cache_dtype": "auto",
     "swap_space": 0,
     "cpu_offload_gb": 0,
@@ -85,7 +87,8 @@ class LLM:
         max_model_len: Longest prompt and output together, in tokens; None: what the checkpoint says.
         max_num_seqs: Most requests that run at once.
         max_num_batched_tokens: Most tokens in one step; longer prompts are read in chunks.
-        enable_prefix_caching: Not served yet: None or False.
+        enable_prefix_caching: Keep what prompts have in common in the cache; None: True.
+        kv_cache_memory_bytes: Most bytes of the KV cache; None: a share of what is free after loading.
         seed: For the draws of requests without a seed of their own.
         use_tqdm_on_load: Show progress while weights load, where standard error is a terminal.
         plugins: Which distributions' plugins take part, e.g. "*,-foo"; None reads TORCHPLUG_PLUGINS.
@@ -108,6 +111,7 @@ class LLM:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool | None = None,
+        kv_cache_memory_bytes: int | None = None,
         seed: int | None = 0,
         use_tqdm_on_load: bool = True,
         plugins: str | None = None,
@@ -116,16 +120,14 @@ class LLM:
     ) -> None:
         names = list(LLM.__init__.__kwdefaults__ or {})
         problems = _argument_problems(others, names)
-        if enable_prefix_caching:
-            problems.append(
-                Problem(
-                    "enable_prefix_caching", "not served yet by this version", "leave it out, or pass None or False"
-                )
-            )
+        if enable_prefix_caching not in (None, True, False):
+            says = f"expected True, False or None, got {enable_prefix_caching!r}"
+            problems.append(Problem("enable_prefix_caching", says, "correct enable_prefix_caching"))
         for name, value in (
             ("max_model_len", max_model_len),
             ("max_num_seqs", max_num_seqs),
             ("max_num_batched_tokens", max_num_batched_tokens),
+            ("kv_cache_memory_bytes", kv_cache_memory_bytes),
         ):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 problems.append(Problem(name, f"expected an integer of at least 1, got {value!r}", f"correct {name}"))
@@ -148,10 +150,14 @@ class LLM:
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS,
+                enable_prefix_caching=enable_prefix_caching is not False,
+                kv_cache_memory_bytes=kv_cache_memory_bytes,
                 progress=progress,
             )
         self.model = loaded
         self._engine: LLMEngine | None = LLMEngine(loaded, tokenizer, seed=seed)
+        if use_tqdm_on_load and sys.stderr.isatty():
+            print(self._engine.kv_cache, file=sys.stderr)
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
 
@@ -172,6 +178,10 @@ class LLM:
         if tokenizer is None:
             raise RequestError("LLM", Problem("tokenizer", "there is none", "load without skip_tokenizer_init=True"))
         return tokenizer
+
+    def metrics(self) -> EngineMetrics:
+        """Requests, waiting times and cache use so far."""
+        return self.llm_engine.metrics()
 
     def generate(
         self,
@@ -278,7 +288,9 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _outputs(self, engine: LLMEngine, requests: Sequence[Request]) -> Generator[RequestOutput, None, None]:
+    def _outputs(
+        self, engine: LLMEngine, requests: Sequence[Request | ParallelRequest]
+    ) -> Generator[RequestOutput, None, None]:
         """Run requests to their end, yielding their outputs as they come. However the caller leaves, none stays behind.
 
         Several of these may be under way in turns (two streams, or `generate` inside the loop over a stream): a step
@@ -328,9 +340,9 @@ class LLM:
 
     def _checked_requests(
         self, engine: LLMEngine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
-    ) -> list[Request]:
+    ) -> list[Request | ParallelRequest]:
         """All requests, or one error that names every prompt that is not acceptable."""
-        requests: list[Request] = []
+        requests: list[Request | ParallelRequest] = []
         problems: list[Problem] = []
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             try:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 
+from torchplug.engine.block_manager import BlockManager, PrefixCacheStats
+from torchplug.engine.grammar import Grammars
+from torchplug.engine.kv_cache import PagedCache
+from torchplug.engine.metrics import EngineMetrics, MetricsRecorder
 from torchplug.engine.outputs import RequestOutput
-from torchplug.engine.prompts import Prompt, tokenize_prompt
+from torchplug.engine.parallel_sampling import ParallelRequest, child_params
+from torchplug.engine.prompts import Prompt, TokenizedPrompt, tokenize_prompt
 from torchplug.engine.request import Request
 from torchplug.engine.runner import Runner
-from torchplug.engine.sampler import Sampler, SamplingState
+from torchplug.engine.sampler import Sampler, SamplingState, token_logprobs
 from torchplug.engine.sampling_params import SamplingParams
-from torchplug.engine.scheduler import Scheduler
+from torchplug.engine.scheduler import Scheduled, Scheduler
 from torchplug.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -38,16 +44,32 @@ class LLMEngine:
         self.max_model_len = config.model_config.max_model_len
         self.vocab_size: int | None = config.model_config.hf_text_config.get("vocab_size")
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
-        self._runner = Runner(
+        self.kv_cache = PagedCache(
             model.module,
             dtype=model.dtype,
             device=model.device,
+            block_size=config.cache_config.block_size,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            embedding=lambda: model.wrapped("embed_input_ids"),
+            memory_bytes=config.cache_config.kv_cache_memory_bytes,
+        )
+        self._runner = Runner(
+            model.module,
+            self.kv_cache,
+            device=model.device,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            embedding=lambda: model.hooks.embed_input_ids if self._wrappers else None,
+        )
+        self._blocks = BlockManager(
+            [(group.window, group.num_blocks) for group in self.kv_cache.groups],
+            self.kv_cache.block_size,
+            prefix_caching=config.cache_config.enable_prefix_caching,
+            whole_above=self._runner.whole_above,
         )
         self._scheduler = Scheduler(
+            self._blocks,
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             whole_prefix=not self._runner.cached,
@@ -55,6 +77,11 @@ class LLMEngine:
         )
         self._sampler = Sampler(seed)
         self._requests: dict[str, Request] = {}
+        self._wrappers = model.wrappers_of("embed_input_ids")
+        self._grammars = Grammars(tokenizer, self.eos_token_ids)
+        self._parallel: dict[str, ParallelRequest] = {}
+        self._parents: dict[str, tuple[ParallelRequest, int]] = {}  # by child
+        self._recorder = MetricsRecorder()
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Queue a request.
@@ -70,7 +97,9 @@ class LLMEngine:
         """
         self.submit(self.build_request(request_id, prompt, params))
 
-    def build_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+    def build_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Request | ParallelRequest:
         """A checked request, not yet queued: `submit` does that. Raises as `add_request` does."""
         if params is None:
             params = SamplingParams()
@@ -83,33 +112,85 @@ class LLMEngine:
         problems = [*self._prompt_problems(tokenized.token_ids), *self._params_problems(params)]
         if problems:
             raise RequestError(f"request {request_id!r}", problems)
-        sampling = SamplingState(params, tokenized.token_ids, sorted({*self.eos_token_ids, *params.stop_token_ids}))
+        if params.n == 1:
+            return self._request(request_id, tokenized, params)
+        children = [
+            self._request(f"{index}_{request_id}", tokenized, each) for index, each in enumerate(child_params(params))
+        ]
+        return ParallelRequest(request_id, params, children)
+
+    def _request(self, request_id: str, tokenized: TokenizedPrompt, params: SamplingParams) -> Request:
+        structure = params.structured_outputs
+        sampling = SamplingState(
+            params,
+            tokenized.token_ids,
+            sorted({*self.eos_token_ids, *params.stop_token_ids}),
+            None if structure is None else self._grammars.matcher(structure),
+        )
         return Request(
             request_id,
             tokenized,
             params,
             sampling,
             eos_token_ids=self.eos_token_ids,
-            max_model_len=self.max_model_len,
+            max_model_len=min(self.max_model_len, self.kv_cache.max_tokens),
             tokenizer=self.tokenizer,
         )
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request | ParallelRequest) -> None:
         """Queue what `build_request` made."""
-        if request.request_id in self._requests:
+        children = request.children if isinstance(request, ParallelRequest) else [request]
+        if request.request_id in self or any(child.request_id in self for child in children):
             raise RequestError(
                 f"request {request.request_id!r}", Problem("request_id", "is in use", "give every request its own id")
             )
-        self._requests[request.request_id] = request
-        self._scheduler.add(request)
+        if isinstance(request, ParallelRequest):
+            self._parallel[request.request_id] = request
+        for index, child in enumerate(children):
+            if isinstance(request, ParallelRequest):
+                self._parents[child.request_id] = request, index
+            child.cache_extra = self._wrappers
+            self._requests[child.request_id] = child
+            self._scheduler.add(child)
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Drop requests at once, with what they have cached; an id that is not (or no longer) here is ignored."""
         for name in (request_id,) if isinstance(request_id, str) else tuple(request_id):
-            request = self._requests.pop(name, None)
-            if request is not None:
-                request.finish_reason = "abort"
-                self._scheduler.remove(request)
+            parallel = self._parallel.pop(name, None)
+            self._recorder.num_aborted += name in self._requests or parallel is not None
+            children = [name] if parallel is None else [child.request_id for child in parallel.children]
+            for child in children:
+                self._drop(child)
+
+    def _drop(self, name: str) -> None:
+        self._parents.pop(name, None)
+        request = self._requests.pop(name, None)
+        if request is not None:
+            request.finish_reason = "abort"
+            self._scheduler.remove(request)
+
+    def _follow_wrappers(self) -> None:
+        """What a wrapper makes of the embeddings is in the cache: blocks are shared only under the same wrappers, and
+        those of a request that saw a change never."""
+        wrappers = self.model.wrappers_of("embed_input_ids")
+        if wrappers != self._wrappers:
+            self._wrappers = wrappers
+            for request in self._requests.values():
+                request.cache_extra = object() if request.num_computed else wrappers
+                request.block_keys.clear()
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether the request of this id is waiting or running."""
+        return request_id in self._requests or request_id in self._parallel
+
+    def metrics(self) -> EngineMetrics:
+        """A snapshot of the engine's load, times and cache. May be asked for on any thread."""
+        return self._recorder.snapshot(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            cache_usage=self.cache_usage if self._runner.cached else None,
+            prefix_cache_hit_rate=self.prefix_cache_stats.hit_rate if self.prefix_cache_stats.queries else None,
+        )
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
@@ -118,6 +199,36 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         """Requests waiting or running."""
         return len(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that own a slot."""
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run yet, or not now."""
+        return self._scheduler.num_waiting
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request has lost its cache blocks to an earlier one, and was computed again."""
+        return self._scheduler.num_preemptions
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Cache blocks that requests hold; 0 when idle."""
+        return self._blocks.num_held
+
+    @property
+    def cache_usage(self) -> float:
+        """The share of cache blocks that requests hold, between 0 and 1."""
+        return self._blocks.usage
+
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """How much of the prompts was found in the prefix cache."""
+        return self._blocks.stats
 
     @property
     def num_free_slots(self) -> int:
@@ -130,14 +241,22 @@ class LLMEngine:
         An exception from the model propagates. The running requests are dropped then, since what they have cached can
         no longer be trusted; waiting ones stay.
         """
-        batch = self._scheduler.schedule()
-        if not batch:
-            return []
+        batch: list[Scheduled] = []
+        self._follow_wrappers()
         try:
+            batch = self._scheduler.schedule()
+            if not batch:
+                return []
+            for item in batch:
+                item.request.stats.scheduled()
             with torch.inference_mode():
                 logits = self._runner.run(batch)
+                if logits is not None and any(item.request.wants_prompt_logits for item in batch):
+                    logits = _take_prompt_logprobs(batch, logits)
                 sampling = [item.request for item in batch if item.samples]
-                sampled = None if logits is None else self._sampler.sample(logits, [r.sampling for r in sampling])
+                sampled = None
+                if sampling and logits is not None:
+                    sampled = self._sampler.sample(logits, [r.sampling for r in sampling])
             for item in batch:
                 item.request.num_computed = item.stop
             outputs: list[RequestOutput] = []
@@ -147,20 +266,38 @@ class LLMEngine:
                     if request.finish_reason is not None:
                         self._scheduler.remove(request)
                         del self._requests[request.request_id]
-                    if (output := request.output()) is not None:
+                        self._recorder.finished(request.stats, request.num_prompt_tokens)
+                    if (output := self._output(request)) is not None:
                         outputs.append(output)
             return outputs
         except BaseException as error:
-            lost = [name for name, request in self._requests.items() if request.slot is not None]
+            running = [name for name, request in self._requests.items() if request.slot is not None]
+            # An output of several that is lost takes its request with it.
+            lost = list(dict.fromkeys(self._parents[n][0].request_id if n in self._parents else n for n in running))
             self.abort_request(lost)
+            self._scheduler.reset_cache()  # a prefix may have been registered that was never computed
             if isinstance(error, Exception):
                 error.add_note(f"torchplug: in a step of {len(batch)} requests; dropped: {', '.join(lost)}")
             raise
 
     def close(self) -> None:
         """Drop all requests and free the cache; the model itself stays open."""
-        self.abort_request(list(self._requests))
+        self.abort_request([*self._parallel, *self._requests])
         self._runner.close()
+
+    def _output(self, request: Request) -> RequestOutput | None:
+        """What to tell the caller after a step, in the name under which the request was added."""
+        output = request.output()
+        if request.request_id not in self._parents:
+            return output
+        parallel, index = self._parents[request.request_id]
+        if request.finish_reason is not None:
+            del self._parents[request.request_id]
+        if output is not None:
+            output = parallel.take(index, output)
+        if output is not None and output.finished:
+            del self._parallel[parallel.request_id]
+        return output
 
     def _prompt_problems(self, token_ids: list[int]) -> list[Problem]:
         problems = []
@@ -172,6 +309,15 @@ class LLMEngine:
                     "prompt",
                     f"has {len(token_ids)} tokens and needs room for a new one; max_model_len is {self.max_model_len}",
                     "shorten it, or raise max_model_len as far as the model allows",
+                )
+            )
+        elif len(token_ids) >= self.kv_cache.max_tokens:
+            problems.append(
+                Problem(
+                    "prompt",
+                    f"has {len(token_ids)} tokens and needs room for a new one; the KV cache of "
+                    f"{self.kv_cache.num_bytes} bytes holds {self.kv_cache.max_tokens} tokens of one request",
+                    "shorten it, or load with a larger kv_cache_memory_bytes",
                 )
             )
         whole_above, budget = self._runner.whole_above, self.model.vllm_config.scheduler_config.max_num_batched_tokens
@@ -205,7 +351,35 @@ class LLMEngine:
             problems.append(
                 Problem("stop_token_ids", f"{bad} are outside the vocabulary", f"use ids below {self.vocab_size}")
             )
+        if self.vocab_size is not None and params.logit_bias:
+            outside = [i for i in params.logit_bias if i >= self.vocab_size]
+            if outside:
+                fix = f"use ids below {self.vocab_size}"
+                problems.append(Problem("logit_bias", f"{outside} are outside the vocabulary", fix))
         return problems
+
+
+_ROWS: Final = 256
+"""Prompt rows whose log-probabilities are computed at once: a row of a large vocabulary takes 0.6 MB."""
+
+
+def _take_prompt_logprobs(batch: Sequence[Scheduled], logits: Tensor) -> Tensor:
+    """Hand the prompts' rows to the requests that asked for them; returns the rows from which a token is sampled."""
+    sampled: list[int] = []
+    row = 0
+    for item in batch:
+        request, rows = item.request, item.request.prompt_rows(item.start, item.stop)
+        number = request.params.prompt_logprobs or 0
+        for first in range(0, len(rows), _ROWS):
+            part = rows[first : first + _ROWS]
+            tokens = [request.token_ids[item.start + each + 1] for each in part]
+            numbers = [number] * len(part)
+            request.take_prompt_logprobs(token_logprobs(logits[row + first : row + first + len(part)], tokens, numbers))
+        row += len(rows)
+        if item.samples:
+            sampled.append(row)
+            row += 1
+    return logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)]
 
 
 def _eos_token_ids(model: LoadedModel, tokenizer: Tokenizer | None) -> frozenset[int]:

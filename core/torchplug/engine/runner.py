@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchplug.engine.kv_cache import SlotCache
+from torchplug.engine.kv_cache import CacheGroup, PagedCache
 from torchplug.errors import ContractError, Problem
-from torchplug.forward_context import ForwardContext, set_forward_context
+from torchplug.forward_context import BlockLayout, ForwardContext, set_forward_context
 
 if TYPE_CHECKING:
     from torchplug.engine.scheduler import Scheduled
@@ -26,11 +26,10 @@ class Runner:
 
     Args:
         module: Of the model class convention, in eval mode on `device`.
-        dtype: Of the cache.
+        cache: Of the module's attention layers.
         device: Of the module and of every tensor that it is given.
         max_num_seqs: Most requests in a step.
         max_num_batched_tokens: Most tokens in a step.
-        max_model_len: Most tokens of a request.
         embedding: Gives the hook `embed_input_ids` where a wrapper is attached to it, else None: then the module embeds
             its tokens itself, which is the same and one call less.
 
@@ -42,41 +41,43 @@ class Runner:
     def __init__(
         self,
         module: nn.Module,
+        cache: PagedCache,
         *,
-        dtype: torch.dtype,
         device: torch.device,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_model_len: int,
         embedding: Callable[[], Callable[[Tensor], Tensor] | None] = lambda: None,
     ) -> None:
         self._module = module
         self._embedding = embedding
         self._device = device
-        self._cache = SlotCache(module, dtype=dtype, device=device, max_slots=max_num_seqs, max_tokens=max_model_len)
-        self.cached = bool(self._cache.layers)
+        self._cache = cache
+        self.cached = bool(cache.groups)
         parts = [part for part in module.modules() if getattr(part, "depends_on_length", False)]
         self.whole_above: int | None = min((int(part.max_positions) for part in parts), default=None)  # type: ignore[arg-type]
         # Buffers are made once: at batch 1 building tensors would be most of what a step costs without the model.
         self._input_ids = _Staged(max_num_batched_tokens, torch.int64, device)
         self._positions = _Staged(max_num_batched_tokens, torch.int64, device)
-        self._slot_mapping = _Staged(max_num_batched_tokens, torch.int64, device)
         self._query_start_loc = _Staged(max_num_seqs + 1, torch.int32, device)
         self._seq_lens = _Staged(max_num_seqs, torch.int32, device)
-        self._block_tables = _Staged(max_num_seqs, torch.int32, device)
+        max_blocks = -(-cache.max_tokens // cache.block_size)
+        self._layouts = [
+            _GroupLayout(group, max_num_seqs, max_num_batched_tokens, max_blocks, cache.block_size, device)
+            for group in cache.groups
+        ]
 
     def run(self, batch: Sequence[Scheduled]) -> Tensor | None:
-        """Logits [n, vocab] of the `n` requests of the batch that sample, in batch order; None where none does.
+        """Logits [n, vocab] that the step is for; None where there are none.
+
+        In batch order, each request's `prompt_rows` and then, where it samples, its last row.
 
         Call it under `torch.inference_mode()`.
 
         Raises:
             ContractError: The model returned another number of rows than it was given.
-            DeviceError: There is no memory for the cache.
         """
         if not self.cached:
             return self._run_alone(batch)
-        self._cache.reserve(max(item.slot for item in batch) + 1, max(item.stop for item in batch))
         context, input_ids, positions, rows = self._lay_out(batch)
         with set_forward_context(context):
             hidden_states = self._forward(input_ids, positions)
@@ -93,48 +94,53 @@ class Runner:
     def _run_alone(self, batch: Sequence[Scheduled]) -> Tensor:
         logits = []
         for item in batch:
+            rows = [*item.request.prompt_rows(item.start, item.stop), -1]
             input_ids = torch.tensor(item.request.token_ids[item.start : item.stop], device=self._device)
             hidden_states = self._forward(input_ids, torch.arange(item.start, item.stop, device=self._device))
-            logits.append(self._logits(hidden_states[-1:]))
+            logits.append(self._logits(hidden_states[rows]))
         return torch.cat(logits)
 
     def _lay_out(self, batch: Sequence[Scheduled]) -> tuple[ForwardContext, Tensor, Tensor, list[int]]:
         """The step's context, input ids, positions, and the flat rows whose logits are needed."""
-        block_size = self._cache.block_size
-        ids, positions, slots = self._input_ids.host, self._positions.host, self._slot_mapping.host
-        starts, lengths, tables = self._query_start_loc.host, self._seq_lens.host, self._block_tables.host
+        ids, positions = self._input_ids.host, self._positions.host
+        starts, lengths = self._query_start_loc.host, self._seq_lens.host
         rows: list[int] = []
         num_tokens = 0
         starts[0] = 0
         for index, item in enumerate(batch):
             start, stop = item.start, item.stop
-            first_slot = item.slot * block_size
+            if item.request.wants_prompt_logits:
+                rows.extend([num_tokens + row for row in item.request.prompt_rows(start, stop)])
             if stop - start == 1:
                 ids[num_tokens] = item.request.token_ids[start]
                 positions[num_tokens] = start
-                slots[num_tokens] = first_slot + start
                 num_tokens += 1
             else:
                 end = num_tokens + stop - start
                 ids[num_tokens:end] = item.request.token_ids[start:stop]
                 positions[num_tokens:end] = np.arange(start, stop)
-                slots[num_tokens:end] = np.arange(first_slot + start, first_slot + stop)
                 num_tokens = end
             starts[index + 1] = num_tokens
             lengths[index] = stop
-            tables[index] = item.slot
             if item.samples:
                 rows.append(num_tokens - 1)
         num_requests = len(batch)
+        layouts = [layout.lay_out(batch, group, num_tokens) for group, layout in enumerate(self._layouts)]
+        first = layouts[0]
         context = ForwardContext(
             query_start_loc=self._query_start_loc.on_device(num_requests + 1),
             seq_lens=self._seq_lens.on_device(num_requests),
-            slot_mapping=self._slot_mapping.on_device(num_tokens),
-            block_tables=self._block_tables.on_device(num_requests).unsqueeze(1),
-            block_size=block_size,
+            slot_mapping=first.slot_mapping,
+            block_tables=first.block_tables,
+            block_size=self._cache.block_size,
             query_lens_host=tuple([item.stop - item.start for item in batch]),
             seq_lens_host=tuple([item.stop for item in batch]),
-            block_tables_host=tuple([(item.slot,) for item in batch]),
+            block_tables_host=first.block_tables_host,
+            by_window={
+                window: layout
+                for group, layout in zip(self._layouts[1:], layouts[1:], strict=True)
+                for window in group.windows
+            },
         )
         return context, self._input_ids.on_device(num_tokens), self._positions.on_device(num_tokens), rows
 
@@ -163,6 +169,57 @@ class Runner:
                     "return one row per token",
                 ),
             )
+
+
+class _GroupLayout:
+    """Where one cache group keeps a step's tokens."""
+
+    def __init__(
+        self,
+        group: CacheGroup,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self.windows = {layer.sliding_window for layer in group.layers}
+        self._block_size = block_size
+        # A row for each slot, in which a request's block ids are written once, as it gets them.
+        self._rows = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self._slot_mapping = _Staged(max_num_batched_tokens, torch.int64, device)
+        self._block_tables = _Staged(max_num_seqs * max_blocks, torch.int32, device)
+
+    def lay_out(self, batch: Sequence[Scheduled], group: int, num_tokens: int) -> BlockLayout:
+        """The layout of a step of `num_tokens` tokens, `group` being this group's place among a request's tables."""
+        size, slots = self._block_size, self._slot_mapping.host
+        tables = [item.request.blocks[group] for item in batch]
+        token = 0
+        for item, table in zip(batch, tables, strict=True):
+            if table.copied < len(table.ids):
+                self._rows[item.slot, table.copied : len(table.ids)] = table.ids[table.copied :]
+                table.copied = len(table.ids)
+            start, stop = item.start, item.stop
+            if stop - start == 1:
+                slots[token] = table.ids[start // size] * size + start % size
+                token += 1
+            else:
+                places = np.arange(start, stop)
+                slots[token : token + stop - start] = self._rows[item.slot][places // size] * size + places % size
+                token += stop - start
+        width = -(-max([item.stop for item in batch]) // size)
+        used = len(batch) * width
+        np.take(
+            self._rows[:, :width],
+            [item.slot for item in batch],
+            axis=0,
+            out=self._block_tables.host[:used].reshape(len(batch), width),
+        )
+        return BlockLayout(
+            self._slot_mapping.on_device(num_tokens),
+            self._block_tables.on_device(used).view(len(batch), width),
+            tuple([table.frozen for table in tables]),
+        )
 
 
 class _Staged:

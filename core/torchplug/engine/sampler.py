@@ -2,8 +2,8 @@
 
 Every request draws by inverting its own cumulative distribution at one uniform number per token. The number comes from
 a generator on the host: the request's own where it has a seed, else the sampler's, so a seeded request repeats itself
-whatever else is in the batch, on any device. The order of operations is vLLM's: minimum tokens, penalties,
-temperature, min-p, top-k, top-p.
+whatever else is in the batch, on any device. The order of operations is vLLM's: structure, logit bias, minimum tokens,
+penalties, temperature, min-p, top-k, top-p.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from torchplug.engine.sampling_params import SamplingParams
-from torchplug.errors import ContractError, Problem
+from torchplug.errors import ContractError, Problem, RequestError
+
+if TYPE_CHECKING:
+    from torchplug.engine.grammar import Matcher
 
 _CANDIDATES: Final = 1024
 """Most probable tokens, sorted where only top-p or min-p truncates: sorting a vocabulary costs 10 times more."""
@@ -49,17 +52,49 @@ class SamplingState:
         params: The request's parameters.
         prompt_token_ids: The prompt, for the repetition penalty.
         stop_token_ids: End-of-sequence and stop ids, impossible before `params.min_tokens` tokens.
+        grammar: The output's place in its structure, for `params.structured_outputs`.
+
+    Attributes:
+        error: Why the structure could not be followed further; the output has to end there.
     """
 
-    __slots__ = ("_counts", "_prompt", "_seen", "num_sampled", "params", "plain", "random", "stop_token_ids")
+    __slots__ = (
+        "_bias",
+        "_counts",
+        "_grammar",
+        "_prompt",
+        "_seen",
+        "error",
+        "num_sampled",
+        "params",
+        "plain",
+        "random",
+        "stop_token_ids",
+    )
 
-    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        stop_token_ids: Sequence[int],
+        grammar: Matcher | None = None,
+    ) -> None:
         self.params = params
+        self.error: str | None = None
         self.stop_token_ids = list(stop_token_ids)
         self.num_sampled = 0
         self.random = None if params.seed is None else random.Random(params.seed)
         # Greedy with nothing that changes or reports logits: a batch of these takes the short way.
-        self.plain = params.greedy and not params.penalized and params.logprobs is None and not params.min_tokens
+        self.plain = (
+            params.greedy
+            and not params.penalized
+            and params.logprobs is None
+            and not params.min_tokens
+            and params.logit_bias is None
+            and grammar is None
+        )
+        self._grammar = grammar
+        self._bias: tuple[Tensor, Tensor] | None = None
         self._prompt = list(prompt_token_ids) if params.repetition_penalty != 1.0 else []
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
@@ -67,15 +102,27 @@ class SamplingState:
     @property
     def changes_logits(self) -> bool:
         """Whether `apply` would do anything at this token."""
-        return self.params.penalized or self.num_sampled < self.params.min_tokens
+        return (
+            self.params.penalized
+            or self.params.logit_bias is not None
+            or self._grammar is not None
+            or self.num_sampled < self.params.min_tokens
+        )
 
     def apply(self, logits: Tensor) -> None:
-        """Change this request's row in place: min_tokens, then the penalties. logits: float32 [vocab]."""
+        """Change this request's row in place: structure, bias, min_tokens, penalties. logits: float32 [vocab]."""
         params = self.params
-        if self.num_sampled < params.min_tokens:
-            barred = [i for i in self.stop_token_ids if i < logits.shape[0]]
-            if barred:
-                logits[torch.tensor(barred, device=logits.device)] = -math.inf
+        vocab, device = logits.shape[0], logits.device
+        barred = [i for i in self.stop_token_ids if i < vocab] if self.num_sampled < params.min_tokens else []
+        if self._grammar is not None:
+            barred = self._keep_to_grammar(logits, barred)
+        if params.logit_bias is not None:
+            if self._bias is None:
+                ids = torch.tensor(list(params.logit_bias), device=device)
+                self._bias = ids, torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+            logits[self._bias[0]] += self._bias[1]
+        if barred:
+            logits[torch.tensor(barred, device=device)] = -math.inf
         if not params.penalized:
             return
         if self._counts is None or self._seen is None:
@@ -91,9 +138,26 @@ class SamplingState:
         if params.presence_penalty:
             logits.sub_((self._counts > 0).to(logits.dtype), alpha=params.presence_penalty)
 
+    def _keep_to_grammar(self, logits: Tensor, barred: list[int]) -> list[int]:
+        """Bar what the structure does not allow; returns what of `barred` may still be barred.
+
+        Where a complete output can only end, min_tokens gives way: the structure is what was promised.
+        """
+        assert self._grammar is not None
+        try:
+            allowed = self._grammar.allowed(logits.shape[0])
+        except RequestError as error:
+            self.error = error.problems[0].says
+            return []
+        logits.masked_fill_(~allowed.to(logits.device), -math.inf)
+        allowed[barred] = False
+        return barred if bool(allowed.any()) else []
+
     def record(self, token_id: int) -> None:
         """Count the token that was just sampled."""
         self.num_sampled += 1
+        if self._grammar is not None and self.error is None:
+            self._grammar.advance(token_id)
         if self._counts is not None and self._seen is not None:
             self._counts[token_id] += 1
             self._seen[token_id] = True
@@ -127,7 +191,10 @@ class Sampler:
             tokens = self._choose(logits, states)
             wanted = [row for row, state in enumerate(states) if state.params.logprobs is not None]
             if wanted:
-                _report(raw, states, tokens, wanted, logprobs)
+                numbers = [states[row].params.logprobs or 0 for row in wanted]
+                found = token_logprobs(_rows(raw, wanted), [tokens[row] for row in wanted], numbers)
+                for row, entry in zip(wanted, found, strict=True):
+                    logprobs[row] = entry
         for state, token in zip(states, tokens, strict=True):
             state.record(token)
         return Sampled(tokens, logprobs)
@@ -230,26 +297,26 @@ def _invert(weights: Tensor, uniform: Sequence[float]) -> Tensor:
     return torch.minimum(index, last).squeeze(1)
 
 
-def _report(
-    logits: Tensor,
-    states: Sequence[SamplingState],
-    tokens: Sequence[int],
-    rows: Sequence[int],
-    logprobs: list[TokenLogprobs | None],
-) -> None:
-    """Fill in the log-probabilities of the rows that want them, from logits that nothing has changed yet."""
+def token_logprobs(logits: Tensor, tokens: Sequence[int], numbers: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of one token per row, and of the row's most probable ones.
+
+    Args:
+        logits: [n, vocab], any float dtype, as the model gave them.
+        tokens: The token of each row.
+        numbers: How many of the most probable tokens to give with it; -1: all.
+    """
     vocab = logits.shape[1]
-    chosen = _rows(logits, rows).log_softmax(dim=-1)
-    sampled = chosen.gather(1, torch.tensor([[tokens[row]] for row in rows], device=logits.device))
-    ranks = ((chosen > sampled).sum(dim=-1) + 1).tolist()
-    numbers = [states[row].params.logprobs or 0 for row in rows]
+    chosen = logits.log_softmax(dim=-1, dtype=torch.float32)
+    own = chosen.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
+    ranks = ((chosen > own).sum(dim=-1) + 1).tolist()
     numbers = [vocab if number < 0 else min(number, vocab) for number in numbers]
-    most = max(numbers)
-    values, indices = chosen.topk(most, dim=-1)
-    for row, number, own, rank, best, ids in zip(
-        rows, numbers, sampled.squeeze(1).tolist(), ranks, values.tolist(), indices.tolist(), strict=True
-    ):
-        logprobs[row] = TokenLogprobs(tokens[row], own, rank, tuple(zip(ids[:number], best[:number], strict=True)))
+    values, indices = chosen.topk(max(numbers, default=0), dim=-1)
+    return [
+        TokenLogprobs(token, logprob, rank, tuple(zip(ids[:number], best[:number], strict=True)))
+        for token, number, logprob, rank, best, ids in zip(
+            tokens, numbers, own.squeeze(1).tolist(), ranks, values.tolist(), indices.tolist(), strict=True
+        )
+    ]
 
 
 def _rows(logits: Tensor, rows: Sequence[int]) -> Tensor:

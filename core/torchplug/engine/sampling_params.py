@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any, Final
 
+from torchplug.engine.structured_outputs import StructuredOutputsParams
 from torchplug.errors import Problem, RequestError
 
 GREEDY_BELOW: Final = 1e-5
 """A temperature under this is greedy, as in vLLM: dividing by it would only overflow."""
 
 _NOT_SERVED: Final[dict[str, Any]] = {
-    "n": 1,
-    "prompt_logprobs": None,
     "spaces_between_special_tokens": True,
     "truncate_prompt_tokens": None,
     "bad_words": None,
-    "structured_outputs": None,
-    "logit_bias": None,
     "allowed_token_ids": None,
     "logits_processors": None,
     "extra_args": None,
@@ -48,6 +45,8 @@ class SamplingParams:
     """Sampling and stopping of one request. Immutable; `dataclasses.replace(params, max_tokens=64)` changes a copy.
 
     Args:
+        n: How many outputs of the prompt are drawn. With a seed, output i has a stream of its own, derived from the
+            seed and i; output 0 is the one that n=1 gives.
         temperature: Divides the logits; 0 is greedy.
         top_p: Keep the smallest set of tokens whose probability reaches this, in (0, 1].
         top_k: Keep the k most probable tokens; 0 or -1 keeps all.
@@ -65,6 +64,10 @@ class SamplingParams:
         min_tokens: The end-of-sequence token, `stop_token_ids` and `stop` wait until there are this many new tokens.
         logprobs: Log-probabilities of this many most probable tokens and of the sampled one; -1: of the whole
             vocabulary.
+        prompt_logprobs: As `logprobs`, for each token of the prompt after the first, into
+            `RequestOutput.prompt_logprobs`.
+        logit_bias: Added to the logits of these token ids, each in [-100, 100].
+        structured_outputs: What the output must be: a JSON schema, a regular expression, one of some texts.
         detokenize: False: `text` stays empty.
         skip_special_tokens: Leave special tokens out of `text`.
         include_stop_str_in_output: Keep the stop string, or the text of the stop token, at the end of `text`.
@@ -75,6 +78,7 @@ class SamplingParams:
             this version does not serve (accepted at the value that switches them off).
     """
 
+    n: int
     temperature: float
     top_p: float
     top_k: int
@@ -89,6 +93,9 @@ class SamplingParams:
     max_tokens: int | None
     min_tokens: int
     logprobs: int | None
+    prompt_logprobs: int | None
+    logit_bias: dict[int, float] | None
+    structured_outputs: StructuredOutputsParams | None
     detokenize: bool
     skip_special_tokens: bool
     include_stop_str_in_output: bool
@@ -97,6 +104,7 @@ class SamplingParams:
     def __init__(
         self,
         *,
+        n: int = 1,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
@@ -111,6 +119,9 @@ class SamplingParams:
         max_tokens: int | None = 16,
         min_tokens: int = 0,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        structured_outputs: StructuredOutputsParams | None = None,
         detokenize: bool = True,
         skip_special_tokens: bool = True,
         include_stop_str_in_output: bool = False,
@@ -121,6 +132,7 @@ class SamplingParams:
         for name in ("self", "others", "__class__"):
             values.pop(name, None)
         check = _Check(values)
+        check.integer("n", "an integer of at least 1", lambda x: x >= 1)
         check.number("temperature", "a number of at least 0", lambda x: x >= 0)
         check.number("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
         check.integer("top_k", "an integer of at least 1, or 0 or -1 for all tokens", lambda x: x >= -1)
@@ -131,11 +143,15 @@ class SamplingParams:
         check.integer("seed", "an integer of 64 bits, or None", lambda x: -(2**63) <= x < 2**63, none=True)
         check.integer("max_tokens", "an integer of at least 1, or None for no limit", lambda x: x >= 1, none=True)
         check.integer("min_tokens", "an integer of at least 0", lambda x: x >= 0)
-        if values["logprobs"] is not None and isinstance(values["logprobs"], bool):
-            values["logprobs"] = 1 if values["logprobs"] else None
-        check.integer(
-            "logprobs", "an integer of at least 0, or -1 for the whole vocabulary", lambda x: x >= -1, none=True
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(values[name], bool):
+                values[name] = 1 if values[name] else None
+            check.integer(
+                name, "an integer of at least 0, or -1 for the whole vocabulary", lambda x: x >= -1, none=True
+            )
+        check.biases("logit_bias")
+        if values["structured_outputs"] is not None:
+            check.member("structured_outputs", StructuredOutputsParams, "a StructuredOutputsParams")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check.member(name, bool, "True or False")
         check.member("output_kind", RequestOutputKind, "a RequestOutputKind")
@@ -189,6 +205,28 @@ class _Check:
         if not isinstance(self.values[name], kind):
             self._refuse(name, expected)
 
+    def biases(self, name: str) -> None:
+        """A mapping of token ids to numbers in [-100, 100]; text ids, as JSON has them, become integers."""
+        value = self.values[name]
+        if value is None:
+            return
+        accepted: dict[int, float] = {}
+        for token_id, bias in value.items() if isinstance(value, Mapping) else [(None, None)]:
+            if isinstance(token_id, str) and token_id.isascii() and token_id.isdigit():
+                token_id = int(token_id)
+            if (
+                not isinstance(token_id, Integral)
+                or isinstance(token_id, bool)
+                or token_id < 0
+                or not isinstance(bias, Real)
+                or isinstance(bias, bool)
+                or not -100 <= float(bias) <= 100
+            ):
+                self._refuse(name, "a dict of token ids to numbers in [-100, 100]")
+                return
+            accepted[int(token_id)] = float(bias)
+        self.values[name] = accepted or None
+
     def sequence(self, name: str, kind: type, expected: str, accepts: Callable[[Any], bool]) -> None:
         value = self.values[name]
         if value is None:
@@ -209,6 +247,22 @@ class _Check:
         if not wrong & {"max_tokens", "min_tokens"} and max_tokens is not None and min_tokens > max_tokens:
             self.problems.append(
                 Problem("min_tokens", f"{min_tokens} is above max_tokens={max_tokens}", "lower it or raise max_tokens")
+            )
+        if not wrong & {"n", "temperature"} and self.values["n"] > 1 and self.values["temperature"] < GREEDY_BELOW:
+            self.problems.append(
+                Problem(
+                    "n",
+                    f"{self.values['n']} greedy outputs would all be the same",
+                    "use n=1, or a temperature above 0",
+                )
+            )
+        if self.values["structured_outputs"] is not None and self.values["ignore_eos"] is True:
+            self.problems.append(
+                Problem(
+                    "ignore_eos",
+                    "a structured output ends where its structure is complete",
+                    "leave out ignore_eos, or structured_outputs",
+                )
             )
         if "stop" not in wrong and self.values["stop"] and self.values["detokenize"] is False:
             self.problems.append(

@@ -93,6 +93,8 @@ class Host:
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = True,
+        kv_cache_memory_bytes: int | None = None,
         progress: Progress | None = None,
     ) -> LoadedModel:
         """Load a checkpoint (a directory, a GGUF file, or "demo") with the class that owns its architecture.
@@ -104,6 +106,8 @@ class Host:
             max_model_len: Longest sequence in tokens; None is what the checkpoint says.
             max_num_seqs: Most requests in one step.
             max_num_batched_tokens: Most tokens in one step.
+            enable_prefix_caching: Whether an engine keeps what prompts have in common.
+            kv_cache_memory_bytes: Most bytes of an engine's KV cache; None: a share of what is left after loading.
             progress: Called as progress(bytes done, bytes in all) while weights stream.
 
         Raises:
@@ -133,6 +137,9 @@ class Host:
                 max_model_len=longest if max_model_len is None else _within(max_model_len, longest, checkpoint),
             ),
             device_config=config.DeviceConfig(where),
+            cache_config=config.CacheConfig(
+                enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes
+            ),
             scheduler_config=config.SchedulerConfig(max_num_seqs, max_num_batched_tokens),
         )
         subject = model_class.report.subject

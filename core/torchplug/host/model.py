@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from torchplug.config import VllmConfig
     from torchplug import interfaces
+    from torchplug.config import VllmConfig
     from torchplug.host.catalogue import ModelPlugin
     from torchplug.host.checkpoint import Checkpoint
 
@@ -134,10 +134,10 @@ class LoadedModel(_Handle):
         """The dtype of parameters and hidden states."""
         return self.vllm_config.model_config.dtype
 
-    def wrapped(self, hook: str) -> Callable[..., Any] | None:
-        """The hook, where a wrapper is attached to it; None where nothing wraps it, so that a caller may take a shorter
-        way to the same result."""
-        return getattr(self.hooks, hook) if any(hook in each.hook_names for each in self._binding.wrappers) else None
+    def wrappers_of(self, hook: str) -> tuple[Wrapper, ...]:
+        """The wrappers attached to one hook, innermost first. Where there are none, a caller may take a shorter way to
+        the same result."""
+        return tuple([each for each in self._binding.wrappers if hook in each.hook_names])
 
     def close(self) -> None:
         """Detach every wrapper and let go of the module; its memory is free once nobody else holds it."""

@@ -2,7 +2,7 @@
 torch."""
 
 from torchplug.layers.activation import ActAndMul, SiluAndMul, get_act_and_mul, get_act_fn
-from torchplug.layers.attention import Attention, KVCacheSpec, allocate_kv_cache, copy_kv_cache
+from torchplug.layers.attention import Attention, KVCacheSpec, allocate_kv_cache
 from torchplug.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from torchplug.layers.linear import (
     ColumnParallelLinear,
@@ -35,7 +35,6 @@ __all__ = [
     "WeightsMismatch",
     "allocate_kv_cache",
     "apply_rotary",
-    "copy_kv_cache",
     "get_act_and_mul",
     "get_act_fn",
     "layer_window",

@@ -43,11 +43,6 @@ def allocate_kv_cache(
     )
 
 
-def copy_kv_cache(source: KVCache, target: KVCache, num_blocks: int, block_size: int, target_block_size: int) -> None:
-    """Copy the first `num_blocks` blocks to the same ids in `target`, whose blocks are at least as long."""
-    sdpa.copy_kv_cache(source, target, num_blocks, block_size, target_block_size)
-
-
 class Attention(nn.Module):
     """Causal attention with grouped query heads.
 
@@ -102,7 +97,9 @@ class Attention(nn.Module):
 
         Returns [num_tokens, num_heads * head_size].
         """
-        plan = sdpa.plan_step(get_forward_context(), query, self.sliding_window, cached=self.kv_cache is not None)
+        plan = sdpa.plan_step(
+            get_forward_context(), query, self.sliding_window, key.shape[1], cached=self.kv_cache is not None
+        )
         return sdpa.attend(query, key, value, self.kv_cache, plan, self.num_kv_heads, self.head_size, self.scale)
 
     def extra_repr(self) -> str:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchplug.forward_context import ForwardContext
+from torchplug.forward_context import BlockLayout, ForwardContext
 
 
 def allocate_kv_cache(
@@ -32,20 +31,6 @@ def allocate_kv_cache(
     return half(), half()
 
 
-def copy_kv_cache(
-    source: tuple[Tensor, Tensor],
-    target: tuple[Tensor, Tensor],
-    num_blocks: int,
-    block_size: int,
-    target_block_size: int,
-) -> None:
-    """Copy `num_blocks` blocks into a cache whose blocks may be longer."""
-    for old, new in zip(source, target, strict=True):
-        heads, size = new.shape[1], new.shape[3]
-        blocks = new.view(1, heads, -1, target_block_size, size)[:, :, :num_blocks, :block_size]
-        blocks.copy_(old.view(1, heads, -1, block_size, size)[:, :, :num_blocks])
-
-
 @dataclass(frozen=True, slots=True)
 class _Run:
     """Keys in consecutive slots: a view."""
@@ -58,44 +43,52 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scattered:
-    """Keys of one request in blocks anywhere: gathered. `slots` is int64 [length]."""
+class _Gathered:
+    """Keys of `count` requests in blocks anywhere, copied to [count, num_kv_heads, length, head_size]. `slots` is int64
+    [count * length]; a shorter request repeats one of its own."""
 
     slots: Tensor
+    count: int
 
     def of(self, cache: Tensor) -> Tensor:
-        return cache.index_select(2, self.slots)
+        # Rows of [slots, num_kv_heads * head_size] are copied whole, 5 times as fast as along the third dimension.
+        rows = cache[0].transpose(0, 1).flatten(1).index_select(0, self.slots)
+        return rows.view(self.count, -1, cache.shape[1], cache.shape[3]).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class _SideBySide:
-    """Keys of `count` requests of equal length in neighbouring blocks: a view [count, num_kv_heads, length,
-    head_size]."""
+class _Stride:
+    """Keys of `count` requests of equal length, each in consecutive slots `step` slots after those of the one before: a
+    view [count, num_kv_heads, length, head_size]."""
 
-    first_block: int
+    start: int
+    step: int
     count: int
-    block_size: int
-    offset: int
     length: int
 
     def of(self, cache: Tensor) -> Tensor:
-        blocks = cache[0].narrow(1, self.first_block * self.block_size, self.count * self.block_size)
-        by_block = blocks.view(blocks.shape[0], self.count, self.block_size, blocks.shape[2])
-        return by_block.transpose(0, 1).narrow(2, self.offset, self.length)
+        heads, size = cache.shape[1], cache.shape[3]
+        slot = heads * size
+        return cache.as_strided(
+            (self.count, heads, self.length, size),
+            (self.step * slot, size, slot, 1),
+            cache.storage_offset() + self.start * slot,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Tokens [start, start + num_tokens) of the flat batch and the keys they see: one request's, or one token each of
-    `_SideBySide` requests.
+    """Tokens [start, start + num_tokens) of the flat batch and the keys they see: one request's, or with `decode` one
+    token each of as many requests.
 
-    `mask` is added to the scores, [num_tokens, keys]; None with `causal` is the triangle, without it everything.
+    `mask` is added to the scores, [num_tokens, keys], with `decode` [num_tokens, 1, 1, keys]; None with `causal` is the
+    triangle, without it everything.
     """
 
     start: int
     num_tokens: int
     decode: bool
-    keys: _Run | _Scattered | _SideBySide
+    keys: _Run | _Gathered | _Stride
     causal: bool = False
     mask: Tensor | None = None
 
@@ -117,13 +110,16 @@ class _Latest(threading.local):
 _latest = _Latest()
 
 
-def plan_step(context: ForwardContext | None, query: Tensor, window: int | None, *, cached: bool) -> StepPlan:
+def plan_step(
+    context: ForwardContext | None, query: Tensor, window: int | None, key_width: int, *, cached: bool
+) -> StepPlan:
     """The plan for `context`, made by the first layer that asks in a step and shared by the others.
 
     Args:
         context: The step's layout; None for one sequence from position 0.
         query: [num_tokens, ...], for its dtype and device.
         window: The layer's sliding window.
+        key_width: num_kv_heads * head_size, for what it costs to copy keys.
         cached: Whether the layer has a cache. Without one, keys are those of the batch itself.
     """
     if context is None:
@@ -135,7 +131,12 @@ def plan_step(context: ForwardContext | None, query: Tensor, window: int | None,
     key = (window, query.dtype, cached)
     plan = _latest.plans.get(key)
     if plan is None:
-        plan = _latest.plans[key] = _plan(context, query, window) if cached else _plan_uncached(context, query, window)
+        if cached:
+            layout = context.by_window.get(window, context)
+            plan = _plan(context, layout, query, window, key_width * query.element_size())
+        else:
+            plan = _plan_uncached(context, query, window)
+        _latest.plans[key] = plan
     return plan
 
 
@@ -184,9 +185,18 @@ def attend(
 #                              2 equal rows 27    51   162   655                              22    50   168   681
 # Matrix products and softmax by hand were slower than the best of these, but for the last line at 256 (148) and 1024.
 #
-# 8 requests of equal length in neighbouring slots, 3 heads on 3 keys: one call 61, 111, 329, 1316 for 16 to 1024 keys
-# in bfloat16, a call each 137, 181, 429, 1471. A padded, masked call costs the same as one of equal lengths, but would
-# read slots that hold what an earlier request left there, and a NaN or infinity would pass the mask.
+# Several requests with one new token each, 3 heads on 3 keys of size 64: a call each over views of their keys; one call
+# over a strided view, where the requests are equally long and far apart; one call over keys copied from blocks anywhere
+# and padded to the longest, with a mask (whole attention of one layer, without that of planning):
+#                                   keys   128   512  1024         bfloat16 | float32   128   512  1024
+#   8 requests                     views   248   655  1358                              206   614  1411
+#                                 stride   168   564  1195                              135   588  1553
+#                                 copied   202   682  1825                              184   885  6828
+#   32 requests                    views  1123  9081 18023                              879  8855 10213
+#                                 stride   697  8634 17949                              537  8440 20794
+#                                 copied  1068 10569 25471                              852 16009 29321
+# So a stride wherever there is one, else copies while a call costs more than copying and padding (`_worth_copying`).
+# Padding repeats a slot of the same request: what others left in theirs, a NaN or infinity, would pass the mask.
 #
 # A prompt: enable_gqa, keys expanded by a stride of 0 and repeated keys cost the same to 3 % (128 tokens, 3 heads on 3
 # keys: 638, 642, 664 in bfloat16); by hand 441 there, but 8 % slower for 512 tokens after 1536, up to twice in float32.
@@ -199,10 +209,12 @@ def _attend_part(query: Tensor, keys: Tensor, values: Tensor, part: _Part, scale
     num_kv_heads, head_size = keys.shape[1], keys.shape[3]
     if part.decode:
         rows = query.reshape(num_tokens, num_kv_heads, -1, head_size)
-        if rows.shape[2] == 1 and rows.is_cpu and rows.dtype is torch.bfloat16:
+        only = rows.shape[2] == 1 and rows.is_cpu and rows.dtype is torch.bfloat16
+        if only:
             rows = rows.expand(-1, -1, 2, -1)
-            return F.scaled_dot_product_attention(rows, keys, values, scale=scale)[:, :, 0].reshape(num_tokens, -1)
-        return F.scaled_dot_product_attention(rows, keys, values, scale=scale).reshape(num_tokens, -1)
+        mask = part.mask if part.mask is None else part.mask.expand(-1, -1, rows.shape[2], -1)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+        return (out[:, :, 0] if only else out).reshape(num_tokens, -1)
     heads = query.reshape(1, num_tokens, -1, head_size).transpose(1, 2)
     out = F.scaled_dot_product_attention(
         heads, keys, values, attn_mask=part.mask, is_causal=part.causal, scale=scale, enable_gqa=True
@@ -210,24 +222,92 @@ def _attend_part(query: Tensor, keys: Tensor, values: Tensor, part: _Part, scale
     return out.transpose(1, 2).reshape(num_tokens, -1)
 
 
-def _plan(context: ForwardContext, query: Tensor, window: int | None) -> StepPlan:
-    block_size = context.block_size
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """A request with one new token: its place in the batch, and the positions [first, length) that the token sees."""
+
+    request: int
+    first: int
+    length: int
+    keys: _Run | None
+
+
+def _plan(
+    context: ForwardContext, layout: ForwardContext | BlockLayout, query: Tensor, window: int | None, key_bytes: int
+) -> StepPlan:
+    size = context.block_size
     parts: list[_Part] = []
+    decodes: list[_Decode] = []  # those right before `start`
     start = 0
     for request, (new, length) in enumerate(zip(context.query_lens_host, context.seq_lens_host, strict=True)):
         if new == 0:
             continue
         first = 0 if window is None else max(0, length - new - window + 1)
-        blocks = context.block_tables_host[request][first // block_size : (length - 1) // block_size + 1]
-        keys = _keys(context, request, blocks, first, length)
-        if new > 1:
-            parts.append(_prompt_part(start, new, length, first, keys, query, window))
-        elif parts and (joined := _joined(parts[-1], keys, block_size)):
-            parts[-1] = joined
+        blocks = layout.block_tables_host[request][first // size : (length - 1) // size + 1]
+        run = _Run(blocks[0] * size + first % size, length - first) if _consecutive(blocks) else None
+        if new == 1:
+            decodes.append(_Decode(request, first, length, run))
         else:
-            parts.append(_Part(start, 1, True, keys))
+            parts += _decode_parts(context, layout, query, start, decodes, key_bytes)
+            decodes = []
+            keys = run or _gathered(context, layout, [_Decode(request, first, length, None)])
+            parts.append(_prompt_part(start, new, length, first, keys, query, window))
         start += new
-    return StepPlan(_write(context), tuple(parts))
+    parts += _decode_parts(context, layout, query, start, decodes, key_bytes)
+    return StepPlan(_write(context, layout), tuple(parts))
+
+
+def _decode_parts(
+    context: ForwardContext,
+    layout: ForwardContext | BlockLayout,
+    query: Tensor,
+    stop: int,
+    decodes: list[_Decode],
+    key_bytes: int,
+) -> list[_Part]:
+    """Parts for requests with one new token each, whose tokens are the last ones before `stop`."""
+    start, count = stop - len(decodes), len(decodes)
+    if count > 1:
+        if stride := _stride(decodes):
+            return [_Part(start, count, True, stride)]
+        lengths = [decode.length - decode.first for decode in decodes]
+        if _worth_copying(lengths, key_bytes):
+            mask = None
+            if min(lengths) < max(lengths):
+                device = query.device
+                places = torch.arange(max(lengths), device=device)
+                beyond = places >= torch.tensor(lengths, device=device)[:, None]
+                mask = torch.zeros(beyond.shape, dtype=query.dtype, device=device)
+                mask = mask.masked_fill_(beyond, float("-inf"))[:, None, None]
+            return [_Part(start, count, True, _gathered(context, layout, decodes), mask=mask)]
+    return [
+        _Part(start + index, 1, True, decode.keys or _gathered(context, layout, [decode]))
+        for index, decode in enumerate(decodes)
+    ]
+
+
+def _stride(decodes: list[_Decode]) -> _Stride | None:
+    """One view of all these requests' keys, if there is one."""
+    one, two = decodes[0].keys, decodes[1].keys
+    if one is None or two is None:
+        return None
+    step = two.start - one.start
+    if step <= 0:
+        return None
+    for index, decode in enumerate(decodes):
+        keys = decode.keys
+        if keys is None or keys.length != one.length or keys.start != one.start + index * step:
+            return None
+    return _Stride(one.start, step, len(decodes), one.length)
+
+
+def _worth_copying(lengths: list[int], key_bytes: int) -> bool:
+    """Whether one call over copied and padded keys costs less than a call for each request, on CPU.
+
+    From the table above, in ns: 0.1 to copy a byte of keys and its values, 0.36 to attend to it, 8000 for a call.
+    """
+    padded = len(lengths) * max(lengths)
+    return key_bytes * (0.1 * padded + 0.36 * (padded - sum(lengths))) < 8000 * len(lengths)
 
 
 def _plan_uncached(context: ForwardContext, query: Tensor, window: int | None) -> StepPlan:
@@ -245,7 +325,7 @@ def _plan_uncached(context: ForwardContext, query: Tensor, window: int | None) -
 
 
 def _prompt_part(
-    start: int, new: int, length: int, first: int, keys: _Run | _Scattered, query: Tensor, window: int | None
+    start: int, new: int, length: int, first: int, keys: _Run | _Gathered, query: Tensor, window: int | None
 ) -> _Part:
     """`new` tokens at the end of a request of `length` tokens, whose keys from position `first` on are `keys`."""
     if new == length and (window is None or length <= window):
@@ -259,48 +339,39 @@ def _prompt_part(
     return _Part(start, new, False, keys, mask=mask)
 
 
-def _keys(context: ForwardContext, request: int, blocks: tuple[int, ...], first: int, length: int) -> _Run | _Scattered:
-    """Where positions [first, length) are; `blocks` are the ids of the blocks that hold them."""
-    size = context.block_size
-    if _consecutive(blocks):
-        return _Run(blocks[0] * size + first % size, length - first)
-    ids = context.block_tables[request].narrow(0, first // size, len(blocks)).long()
-    slots = (ids[:, None] * size + torch.arange(size, device=ids.device)).flatten()
-    return _Scattered(slots.narrow(0, first % size, length - first))
+def _gathered(context: ForwardContext, layout: ForwardContext | BlockLayout, decodes: list[_Decode]) -> _Gathered:
+    """The slots of these requests' keys, padded to the longest with each one's own first slot."""
+    size, device = context.block_size, layout.block_tables.device
+    tables = layout.block_tables
+    if len(decodes) < len(tables):
+        first, last = decodes[0].request, decodes[-1].request
+        if last - first + 1 == len(decodes):
+            tables = tables[first : last + 1]
+        else:  # requests without a new token lie between
+            tables = tables[torch.tensor([decode.request for decode in decodes], device=device)]
+    firsts = torch.tensor([[decode.first] for decode in decodes], device=device)
+    lengths = torch.tensor([[decode.length] for decode in decodes], device=device)
+    places = firsts + torch.arange(max(decode.length - decode.first for decode in decodes), device=device)
+    places = torch.where(places < lengths, places, firsts)
+    blocks = tables.gather(1, places.div(size, rounding_mode="floor"))
+    return _Gathered((blocks * size + places % size).flatten(), len(decodes))
 
 
-def _joined(part: _Part, keys: _Run | _Scattered, block_size: int) -> _Part | None:
-    """`part` with the next decoding request added, where their keys are equally long and lie at the same place in
-    neighbouring blocks."""
-    before = part.keys
-    if not (part.decode and isinstance(keys, _Run)):
-        return None
-    if isinstance(before, _Run):
-        before = _SideBySide(before.start // block_size, 1, block_size, before.start % block_size, before.length)
-    if (
-        not isinstance(before, _SideBySide)
-        or keys.length != before.length
-        or keys.start != (before.first_block + before.count) * block_size + before.offset
-    ):
-        return None
-    grown = _SideBySide(before.first_block, before.count + 1, block_size, before.offset, before.length)
-    return _Part(part.start, part.num_tokens + 1, True, grown)
-
-
-def _write(context: ForwardContext) -> int | Tensor:
+def _write(context: ForwardContext, layout: ForwardContext | BlockLayout) -> int | Tensor:
     """Where new keys go: the first slot where one request writes to consecutive slots, else the slot of each token."""
     if len(context.query_lens_host) == 1:
         size, (new,), (length,), (blocks,) = (
             context.block_size,
             context.query_lens_host,
             context.seq_lens_host,
-            context.block_tables_host,
+            layout.block_tables_host,
         )
         begin = length - new
         if new and _consecutive(blocks[begin // size : (length - 1) // size + 1]):
             return blocks[begin // size] * size + begin % size
-    return context.slot_mapping
+    return layout.slot_mapping
 
 
 def _consecutive(blocks: tuple[int, ...]) -> bool:
-    return len(blocks) == 1 or all(after == before + 1 for before, after in pairwise(blocks))
+    count = len(blocks)
+    return count == 1 or (blocks[-1] - blocks[0] == count - 1 and blocks == tuple(range(blocks[0], blocks[0] + count)))

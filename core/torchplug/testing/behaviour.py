@@ -13,6 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from torchplug.engine.block_manager import BlockTable
+from torchplug.engine.kv_cache import PagedCache
 from torchplug.engine.runner import Runner
 from torchplug.engine.scheduler import Scheduled
 from torchplug.errors import Problem
@@ -29,6 +31,7 @@ _BFLOAT16_TOLERANCE: Final = 0.25
 _PROMPT: Final = 9
 _TOTAL: Final = 24
 _SLOTS: Final = 3
+_BLOCK_SIZE: Final = 16
 
 
 def cached_equals_uncached(specimen: Specimen) -> Iterator[Finding]:
@@ -219,14 +222,8 @@ class _Steps:
         self._where = specimen.where("forward")
         self._model = specimen.load(device)
         self.max_tokens = self._model.vllm_config.model_config.max_model_len
-        self._runner = Runner(
-            self._model.module,
-            dtype=self._model.dtype,
-            device=self._model.device,
-            max_num_seqs=_SLOTS,
-            max_num_batched_tokens=_SLOTS * _TOTAL,
-            max_model_len=self.max_tokens,
-        )
+        self._blocks_per_slot = -(-self.limited(_TOTAL) // _BLOCK_SIZE)
+        self.empty()
 
     def need_a_cache(self) -> None:
         if not self._runner.cached:
@@ -238,14 +235,8 @@ class _Steps:
 
     def run(self, parts: Sequence[tuple[list[int], int, int, int]]) -> Tensor:
         """One step over (tokens, slot, start, stop) of several requests; logits [len(parts), vocab]."""
-        batch: list[Any] = [
-            Scheduled(
-                SimpleNamespace(token_ids=tokens),  # type: ignore[arg-type]
-                slot,
-                start if self._runner.cached else 0,
-                stop,
-                True,
-            )
+        batch = [
+            Scheduled(self._request(tokens, slot), slot, start if self._runner.cached else 0, stop, True)
             for tokens, slot, start, stop in parts
         ]
         with torch.inference_mode():
@@ -253,9 +244,36 @@ class _Steps:
         assert logits is not None
         return logits
 
+    def _request(self, tokens: list[int], slot: int) -> Any:
+        """What the runner reads of a request; the blocks of a slot are always the same, in every cache group."""
+        first = slot * self._blocks_per_slot
+        ids = range(first, first + self._blocks_per_slot)
+        return SimpleNamespace(
+            token_ids=tokens,
+            blocks=[BlockTable(list(ids), 0) for _ in self._cache.groups],
+            wants_prompt_logits=False,
+            prompt_rows=lambda start, stop: [],
+        )
+
     def empty(self) -> None:
         """Forget everything that is cached."""
-        self._runner.close()
+        model = self._model
+        self._cache = PagedCache(
+            model.module,
+            dtype=model.dtype,
+            device=model.device,
+            block_size=_BLOCK_SIZE,
+            max_num_seqs=_SLOTS,
+            max_num_batched_tokens=_SLOTS * _TOTAL,
+            max_model_len=self.max_tokens,
+        )
+        self._runner = Runner(
+            model.module,
+            self._cache,
+            device=model.device,
+            max_num_seqs=_SLOTS,
+            max_num_batched_tokens=_SLOTS * _TOTAL,
+        )
 
     def one_shot(self, tokens: Sequence[int]) -> Tensor:
         """Logits [len(tokens), vocab] of one forward over the text, without a cache."""

@@ -1,0 +1,277 @@
+"""`torchplug bench throughput | latency | startup`: how fast a model runs on this machine."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from torchplug.cli.bench_report import Report, check_plot
+from torchplug.cli.options import device_options, json_option, selection_options
+
+if TYPE_CHECKING:
+    from torchplug.engine.llm import LLM
+    from torchplug.engine.outputs import RequestOutput
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@click.group()
+def bench() -> None:
+    """How fast a model runs here. Prompts are random tokens, the end-of-sequence token is ignored, answers are greedy.
+
+    Every figure is taken in several rounds after a warm-up; Ctrl-C shows the rounds so far.
+    """
+
+
+def _common_options(function: Function) -> Function:
+    """The options of every benchmark. Those of the model arrive as one argument, `loading`: the arguments of `LLM`."""
+
+    @wraps(function)
+    def command(*, device: str, dtype: str, plugins: str | None, owners: dict[str, str], **others: Any) -> Any:
+        loading = {"device": device, "dtype": dtype, "plugins": plugins, "owners": owners}
+        return function(loading=loading, **others)
+
+    at_least_1 = click.IntRange(min=1)
+    result: Any = json_option(device_options(selection_options(command)))
+    for option in reversed(
+        (
+            click.option(
+                "--model",
+                "-m",
+                default="demo",
+                show_default=True,
+                metavar="TARGET",
+                help="A checkpoint directory, a GGUF file, or demo.",
+            ),
+            click.option("--rounds", type=at_least_1, default=5, show_default=True, help="Rounds that count."),
+            click.option(
+                "--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Rounds before these."
+            ),
+            click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts."),
+            click.option(
+                "--plot",
+                type=click.Path(dir_okay=False, path_type=Path),
+                metavar="FILE",
+                help="Draw the rounds into a picture, e.g. bench.png; needs torchplug[plot].",
+            ),
+        )
+    ):
+        result = option(result)
+    return result  # type: ignore[no-any-return]
+
+
+def _length(name: str, default: int, text: str) -> Callable[[Function], Function]:
+    return click.option(name, type=click.IntRange(min=1), default=default, show_default=True, help=text)
+
+
+@bench.command()
+@_length("--input-len", 128, "Tokens of each prompt.")
+@_length("--output-len", 128, "New tokens of each answer.")
+@_length("--num-prompts", 64, "Prompts that are given at once.")
+@_length("--max-num-seqs", 32, "Requests that run at once.")
+@_common_options
+def throughput(
+    model: str,
+    input_len: int,
+    output_len: int,
+    num_prompts: int,
+    max_num_seqs: int,
+    rounds: int,
+    warmup: int,
+    seed: int,
+    plot: Path | None,
+    as_json: bool,
+    loading: dict[str, Any],
+) -> None:
+    """Many prompts at once: how much is done per second."""
+    units = {"requests": "1/s", "output tokens": "tokens/s", "all tokens": "tokens/s", "time": "s"}
+    settings = {"input_len": input_len, "output_len": output_len, "num_prompts": num_prompts}
+    report = Report("throughput", units, {"model": model, **settings, "max_num_seqs": max_num_seqs})
+    check_plot(plot)
+    with _loaded(report, model, loading, input_len + output_len, max_num_seqs) as llm:
+
+        def one_round(index: int) -> dict[str, float]:
+            seconds, _ = _timed(llm, num_prompts, input_len, output_len, f"{seed} {index}")
+            return {
+                "requests": num_prompts / seconds,
+                "output tokens": num_prompts * output_len / seconds,
+                "all tokens": num_prompts * (input_len + output_len) / seconds,
+                "time": seconds,
+            }
+
+        _run(report, one_round, rounds, warmup, as_json, plot)
+
+
+@bench.command()
+@_length("--input-len", 128, "Tokens of each prompt.")
+@_length("--output-len", 128, "New tokens of each answer.")
+@_length("--batch", 1, "Prompts that run together.")
+@_common_options
+def latency(
+    model: str,
+    input_len: int,
+    output_len: int,
+    batch: int,
+    rounds: int,
+    warmup: int,
+    seed: int,
+    plot: Path | None,
+    as_json: bool,
+    loading: dict[str, Any],
+) -> None:
+    """One batch at a time: how long an answer takes, its first token, and each token after it."""
+    units = {"time": "s", "time to first token": "ms", "time per token": "ms", "decode": "tokens/s"}
+    settings = {"input_len": input_len, "output_len": output_len, "batch": batch}
+    report = Report("latency", units, {"model": model, **settings})
+    if output_len < 2:
+        raise click.UsageError("--output-len must be at least 2: the time per token is taken after the first one")
+    check_plot(plot)
+    with _loaded(report, model, loading, input_len + output_len, batch) as llm:
+
+        def one_round(index: int) -> dict[str, float]:
+            seconds, outputs = _timed(llm, batch, input_len, output_len, f"{seed} {index}")
+            stats = [output.metrics for output in outputs if output.metrics is not None]
+            first = statistics.median(each.first_token_latency for each in stats)
+            between = statistics.median(each.inter_token_time or 0.0 for each in stats)
+            return {
+                "time": seconds,
+                "time to first token": 1000 * first,
+                "time per token": 1000 * between,
+                "decode": batch / between if between else 0.0,
+            }
+
+        _run(report, one_round, rounds, warmup, as_json, plot)
+
+
+@bench.command()
+@_length("--input-len", 16, "Tokens of the prompt.")
+@_common_options
+def startup(
+    model: str,
+    input_len: int,
+    rounds: int,
+    warmup: int,
+    seed: int,
+    plot: Path | None,
+    as_json: bool,
+    loading: dict[str, Any],
+) -> None:
+    """A fresh process in each round, from its creation to the first token of an answer."""
+    units = {"first token": "s", "python": "s", "import": "s", "load": "s", "answer": "s"}
+    report = Report("startup", units, {"model": model, **_named(loading), "input_len": input_len})
+    check_plot(plot)
+
+    def one_round(index: int) -> dict[str, float]:
+        task = {"model": model, "loading": loading, "input_len": input_len, "seed": f"{seed} {index}"}
+        begin = time.time()
+        done = subprocess.run(
+            [sys.executable, "-c", _START, json.dumps(task)], stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        if done.returncode:
+            click.echo(done.stderr, err=True, nl=False)
+            click.get_current_context().exit(1)
+        times = json.loads(done.stdout.splitlines()[-1])
+        return {
+            "first token": times["answered"] - begin,
+            "python": times["started"] - begin,
+            "import": times["imported"] - times["started"],
+            "load": times["loaded"] - times["imported"],
+            "answer": times["answered"] - times["loaded"],
+        }
+
+    _run(report, one_round, rounds, warmup, as_json, plot)
+
+
+_START: Final = """
+import json, random, sys, time
+times = {"started": time.time()}
+from torchplug import LLM, SamplingParams, TorchplugError
+import torch
+times["imported"] = time.time()
+task = json.loads(sys.argv[1])
+try:
+    options = dict(skip_tokenizer_init=True, max_num_seqs=1, max_model_len=task["input_len"] + 1, **task["loading"])
+    llm = LLM(task["model"], use_tqdm_on_load=False, **options)
+    times["loaded"] = time.time()
+    draw = random.Random(task["seed"])
+    ids = [draw.randrange(llm.llm_engine.vocab_size or 256) for _ in range(task["input_len"])]
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+    times["answered"] = time.time()
+except TorchplugError as error:
+    sys.exit(str(error))
+print(json.dumps(times))
+"""
+"""What a fresh process does; wall-clock times, because its parent's clock must be the same."""
+
+
+@contextmanager
+def _loaded(report: Report, model: str, loading: dict[str, Any], length: int, max_num_seqs: int) -> Iterator[LLM]:
+    """The model of a benchmark; what was chosen for it goes into the report's settings."""
+    from torchplug.engine.llm import LLM
+
+    with LLM(model, skip_tokenizer_init=True, max_model_len=length, max_num_seqs=max_num_seqs, **loading) as llm:
+        chosen = {"device": str(llm.model.device), "dtype": str(llm.model.dtype).removeprefix("torch.")}
+        report.settings |= {**_named(loading), **chosen}
+        yield llm
+
+
+def _named(loading: dict[str, Any]) -> dict[str, Any]:
+    """What the user chose about loading."""
+    return {key: value for key, value in loading.items() if value}
+
+
+def _timed(llm: LLM, count: int, input_len: int, output_len: int, seed: str) -> tuple[float, list[RequestOutput]]:
+    """Seconds for `count` new random prompts together, and their outputs. New ones, so that no cache knows them."""
+    from torchplug.engine.sampling_params import SamplingParams
+
+    draw = random.Random(seed)
+    vocab_size = llm.llm_engine.vocab_size or 256
+    prompts = [{"prompt_token_ids": [draw.randrange(vocab_size) for _ in range(input_len)]} for _ in range(count)]
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    begin = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - begin, outputs
+
+
+def _run(
+    report: Report,
+    one_round: Callable[[int], dict[str, float]],
+    rounds: int,
+    warmup: int,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Warm up, measure, show. An interrupt ends the measuring, not the showing."""
+    from torchplug.engine.progress import progress_bar
+
+    report.settings |= {"rounds": rounds, "warmup": warmup}
+    try:
+        with progress_bar(f"{report.name} of {report.settings['model']}", enabled=True) as progress:
+            for index in range(-warmup, rounds):
+                progress(index + warmup, rounds + warmup)
+                figures = one_round(index)
+                if index >= 0:
+                    report.rounds.append(figures)
+    except KeyboardInterrupt:
+        report.interrupted = True
+        if not report.rounds:
+            click.echo("interrupted before the first round was complete", err=True)
+            raise
+    report.print(as_json=as_json)
+    if plot is not None:
+        report.plot(plot)
+    if report.interrupted:
+        click.echo(f"interrupted after {len(report.rounds)} of {rounds} rounds", err=True)
+        raise KeyboardInterrupt
