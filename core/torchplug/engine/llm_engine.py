@@ -127,7 +127,7 @@ class LLMEngine:
             sorted({*self.eos_token_ids, *params.stop_token_ids}),
             None if structure is None else self._grammars.matcher(structure),
         )
-        return Request(
+        request = Request(
             request_id,
             tokenized,
             params,
@@ -136,6 +136,8 @@ class LLMEngine:
             max_model_len=min(self.max_model_len, self.kv_cache.max_tokens),
             tokenizer=self.tokenizer,
         )
+        request.cache_extra = self._wrappers
+        return request
 
     def submit(self, request: Request | ParallelRequest) -> None:
         """Queue what `build_request` made."""
@@ -149,7 +151,6 @@ class LLMEngine:
         for index, child in enumerate(children):
             if isinstance(request, ParallelRequest):
                 self._parents[child.request_id] = request, index
-            child.cache_extra = self._wrappers
             self._requests[child.request_id] = child
             self._scheduler.add(child)
 
