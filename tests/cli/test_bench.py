@@ -64,6 +64,28 @@ def test_throughput(run, monkeypatch):
     assert all((p.max_tokens, p.ignore_eos, p.temperature) == (5, True, 0.0) for _, p in asked)
 
 
+def test_prompts_may_share_a_beginning(run, monkeypatch):
+    cached = []
+    timed = bench._timed
+
+    def noted(*arguments):
+        seconds, outputs = timed(*arguments)
+        cached.append(sum(output.num_cached_tokens or 0 for output in outputs))
+        return seconds, outputs
+
+    monkeypatch.setattr(bench, "_timed", noted)
+    long = ("--input-len", 40, "--output-len", 2, "--num-prompts", 4, "--rounds", 2, "--warmup", 0)
+    for more, expected in (
+        (("--shared-len", 32), [3 * 32] * 2),
+        ((), [0] * 2),
+        (("--shared-len", 32, "--no-prefix-caching"), [0] * 2),
+    ):
+        cached.clear()
+        assert run("throughput", *long, *more).exit_code == 0
+        assert cached == expected
+    assert run("throughput", "--input-len", 4, "--shared-len", 5).exit_code == 2
+
+
 def test_latency_adds_up(run):
     result = run("latency", *SHORT, "--batch", 2, "--json")
     found = json.loads(result.stdout)

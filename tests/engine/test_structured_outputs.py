@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torchplug.engine.grammar import Grammars
+from torchplug.engine.grammar import Grammars, _tokens_inside_a_text
 from torchplug.engine.llm import LLM
 from torchplug.engine.sampler import Sampler, SamplingState
 from torchplug.engine.sampling_params import SamplingParams
@@ -226,3 +226,26 @@ def test_an_output_that_outgrows_its_matcher_ends_alone(llm, monkeypatch):
     bad, good = llm.generate(["the", "of"], [params(regex="a+"), SamplingParams(temperature=0, max_tokens=5)])
     assert (bad.outputs[0].finish_reason, bad.outputs[0].stop_reason) == ("error", "too complex")
     assert len(good.outputs[0].token_ids) == 5
+
+
+def test_a_text_that_is_forced_is_tokenized_as_the_tokenizer_does_it(backends):
+    """Not the longest token first: the model has seen the tokenizer's own choice."""
+    for name in ("byte_level", "sentencepiece"):
+        tokenizer = Tokenizer(backends[name]())
+        spelling = [
+            tokenizer.piece(i, 10) if tokenizer.is_textual(i, True) else b"" for i in range(tokenizer.vocab_size)
+        ]
+        for text in ("The capital", "of France", "the cab is", "naïve café", "東京", "a\nb", '"the": '):
+            found = _tokens_inside_a_text(tokenizer, text, spelling)
+            assert b"".join(spelling[i] for i in found) == text.encode()
+            whole = tokenizer.encode("x" + text, add_special_tokens=False)
+            if name == "byte_level":
+                assert found == tokenizer.encode(text, add_special_tokens=False)
+            elif whole[-len(found) :] != found:
+                assert found == tokenizer.encode("\n" + text, add_special_tokens=False)[-len(found) :]
+    greedy_first = Tokenizer(backends["byte_level"]())
+    spelling = [greedy_first.piece(i, 10) for i in range(greedy_first.vocab_size)]
+    texts = [greedy_first.decode([a, b]) for a in range(260, 340, 3) for b in range(260, 340, 3)]
+    texts = [text for text in texts if "\ufffd" not in text]
+    found = [_tokens_inside_a_text(greedy_first, text, spelling) for text in texts]
+    assert found == [greedy_first.encode(text, add_special_tokens=False) for text in texts]

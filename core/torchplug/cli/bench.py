@@ -80,6 +80,14 @@ def _length(name: str, default: int, text: str) -> Callable[[Function], Function
 @_length("--output-len", 128, "New tokens of each answer.")
 @_length("--num-prompts", 64, "Prompts that are given at once.")
 @_length("--max-num-seqs", 32, "Requests that run at once.")
+@click.option(
+    "--shared-len",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Tokens with which all prompts of a round begin; of --input-len.",
+)
+@click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True, help="Compute a beginning once.")
 @_common_options
 def throughput(
     model: str,
@@ -87,6 +95,8 @@ def throughput(
     output_len: int,
     num_prompts: int,
     max_num_seqs: int,
+    shared_len: int,
+    prefix_caching: bool,
     rounds: int,
     warmup: int,
     seed: int,
@@ -96,13 +106,17 @@ def throughput(
 ) -> None:
     """Many prompts at once: how much is done per second."""
     units = {"requests": "1/s", "output tokens": "tokens/s", "all tokens": "tokens/s", "time": "s"}
+    if shared_len > input_len:
+        raise click.UsageError(f"--shared-len {shared_len} is more than --input-len {input_len}")
     settings = {"input_len": input_len, "output_len": output_len, "num_prompts": num_prompts}
-    report = Report("throughput", units, {"model": model, **settings, "max_num_seqs": max_num_seqs})
+    more = {"max_num_seqs": max_num_seqs, "shared_len": shared_len, "prefix_caching": prefix_caching}
+    report = Report("throughput", units, {"model": model, **settings, **more})
     check_plot(plot)
-    with _loaded(report, model, loading, input_len + output_len, max_num_seqs) as llm:
+    options = {**loading, "enable_prefix_caching": prefix_caching}
+    with _loaded(report, model, options, input_len + output_len, max_num_seqs) as llm:
 
         def one_round(index: int) -> dict[str, float]:
-            seconds, _ = _timed(llm, num_prompts, input_len, output_len, f"{seed} {index}")
+            seconds, _ = _timed(llm, num_prompts, input_len, output_len, f"{seed} {index}", shared_len)
             return {
                 "requests": num_prompts / seconds,
                 "output tokens": num_prompts * output_len / seconds,
@@ -232,13 +246,17 @@ def _named(loading: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in loading.items() if value}
 
 
-def _timed(llm: LLM, count: int, input_len: int, output_len: int, seed: str) -> tuple[float, list[RequestOutput]]:
+def _timed(
+    llm: LLM, count: int, input_len: int, output_len: int, seed: str, shared_len: int = 0
+) -> tuple[float, list[RequestOutput]]:
     """Seconds for `count` new random prompts together, and their outputs. New ones, so that no cache knows them."""
     from torchplug.engine.sampling_params import SamplingParams
 
     draw = random.Random(seed)
     vocab_size = llm.llm_engine.vocab_size or 256
-    prompts = [{"prompt_token_ids": [draw.randrange(vocab_size) for _ in range(input_len)]} for _ in range(count)]
+    shared = [draw.randrange(vocab_size) for _ in range(shared_len)]
+    own = input_len - shared_len
+    prompts = [{"prompt_token_ids": shared + [draw.randrange(vocab_size) for _ in range(own)]} for _ in range(count)]
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     begin = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -110,9 +110,8 @@ class Matcher:
         return allowed
 
     def advance(self, token_id: int) -> None:
-        """Take in the token that was sampled. An end-of-sequence token ends the output and is not part of it."""
-        if token_id not in self._eos:
-            self._matcher.consume_token(token_id)
+        """Take in the token that was sampled, which was allowed."""
+        self._matcher.consume_token(token_id)
 
     @property
     def complete(self) -> bool:

@@ -158,7 +158,6 @@ class LLMEngine:
         """Drop requests at once, with what they have cached; an id that is not (or no longer) here is ignored."""
         for name in (request_id,) if isinstance(request_id, str) else tuple(request_id):
             parallel = self._parallel.pop(name, None)
-            self._recorder.num_aborted += name in self._requests or parallel is not None
             children = [name] if parallel is None else [child.request_id for child in parallel.children]
             for child in children:
                 self._drop(child)
@@ -169,6 +168,7 @@ class LLMEngine:
         if request is not None:
             request.finish_reason = "abort"
             self._scheduler.remove(request)
+            self._recorder.num_aborted += 1
 
     def _follow_wrappers(self) -> None:
         """What a wrapper makes of the embeddings is in the cache: blocks are shared only under the same wrappers, and

@@ -81,13 +81,13 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """A snapshot of an engine.
+    """A snapshot of an engine. Of a request for several outputs (`n`), each output counts as one here.
 
     Attributes:
         num_running: Requests that take part in steps.
         num_waiting: Requests that do not yet.
         num_finished: Requests that came to their end since the engine started.
-        num_aborted: Requests that were dropped before it.
+        num_aborted: Requests that were dropped before it, by `abort`, a failed step or `close`.
         prompt_tokens: Of the finished requests.
         generation_tokens: New tokens of the finished requests.
         queue_time: Seconds before the first step.
