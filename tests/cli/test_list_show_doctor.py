@@ -321,7 +321,7 @@ def test_help_and_version():
 _COMMANDS = """
 import sys, time
 import click
-from torchplug.cli.options import json_option
+from torchplug.cli.options import json_option, print_json
 from torchplug.errors import Problem, RequestError
 
 @click.command()
@@ -345,13 +345,19 @@ def fail(as_json):
     raise RequestError("prompt 'x'", Problem("max_tokens", "found 0, expected at least 1", "give 1 or more"))
 
 @click.command()
+@json_option
+def noisy(as_json):
+    print("a plugin's greeting")
+    print_json(["whole"])
+
+@click.command()
 def ask():
     click.prompt("name")
 """
 _PROGRAM = """
 import sys
 from torchplug.cli import COMMANDS, LazyCommand, main
-for name in ("wait", "much", "late", "fail", "ask"):
+for name in ("wait", "much", "late", "fail", "noisy", "ask"):
     COMMANDS[name] = LazyCommand(f"extra_commands:{name}", "")
 main(sys.argv[1:])
 """
@@ -418,6 +424,13 @@ def test_an_output_that_is_full_is_one_line_and_exit_code_1(extra_commands):
     result = subprocess.run(command, env=extra_commands.environment, capture_output=True, text=True)
     assert result.returncode == 1
     assert result.stderr == "torchplug: standard output cannot be written: No space left on device\n"
+
+
+def test_what_a_plugin_prints_does_not_get_into_the_json(extra_commands):
+    stdout, stderr = (process := extra_commands("noisy", "--json")).communicate(timeout=30)
+    assert (process.returncode, json.loads(stdout), stderr) == (0, ["whole"], "a plugin's greeting\n")
+    stdout, stderr = extra_commands("noisy").communicate(timeout=30)
+    assert stdout.startswith("a plugin's greeting\n") and stderr == ""
 
 
 def test_wrong_usage_is_json_too_where_json_was_asked_for(extra_commands):

@@ -150,6 +150,11 @@ def test_which_interfaces_need_it_and_which_allow_it(name, load):
 
 
 @every_hook
+def test_what_every_model_needs_is_no_interfaces_business(name):
+    assert EVERY_MODEL not in HOOKS[name].interfaces or HOOKS[name].interfaces == (EVERY_MODEL,)
+
+
+@every_hook
 def test_without_its_interfaces_it_is_not_there_and_the_reason_names_them(name, load):
     row = API[name]
     if EVERY_MODEL in row["needed"]:

@@ -163,9 +163,10 @@ class _Process:
             if status is None:
                 says, fix = f"does not end within {self._timeout:g} seconds", "give it more time with --timeout"
                 return self._failed("timeout", says, fix)
-            if status != 0 or not self._answer.exists():
+            answer = self._read_answer()
+            if status != 0 or answer is None:
                 return self._failed("import", f"ends the process: {_ending(status)}{self._last_words()}", "")
-            return self._told(json.loads(self._answer.read_text(encoding="utf-8")))
+            return self._told(answer)
         finally:
             self.end()
 
@@ -179,6 +180,14 @@ class _Process:
         self._process.wait()
         self._said.close()
         self._directory.cleanup()
+
+    def _read_answer(self) -> dict[str, Any] | None:
+        try:
+            answer: dict[str, Any] = json.loads(self._answer.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            # The process ended before or while it wrote.
+            return None
+        return answer
 
     def _told(self, answer: dict[str, Any]) -> list[Trial]:
         return [

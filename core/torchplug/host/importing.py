@@ -108,7 +108,10 @@ def _missing_module(row: PluginRow, module: str) -> str:
     for requirement in _requirements(row):
         name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
         if normalized(name) == normalized(top):
-            wanted = requirement.partition(";")[0].strip()
+            wanted, _, marker = (part.strip() for part in requirement.partition(";"))
+            extra = re.search(r"""extra\s*==\s*["']([^"']+)""", marker)
+            if extra:
+                return f"it comes with an extra of {package}: `pip install '{package}[{extra[1]}]'`"
             return f"{package} requires it and it is not installed: `pip install {wanted!r}`"
     return (
         f"install the package that provides {top!r}; where the metadata of {package} does not require it, "
@@ -127,14 +130,13 @@ def _requirements(row: PluginRow) -> list[str]:
 def _missing_attribute(row: PluginRow, module: Any) -> tuple[str, str]:
     from torchplug.host.ownership import did_you_mean
 
-    found = module
+    found, owner = module, row.module
     for part in row.attribute.split("."):
         if not hasattr(found, part):
-            names = [name for name, value in vars(found).items() if isinstance(value, type)]
-            owner = row.module if found is module else f"{row.module}:{found.__name__}"
+            names = [name for name in dir(found) if not name.startswith("_")]
             says = f"{owner} has no {part!r}{did_you_mean(part, names)}"
             break
-        found = getattr(found, part)
+        found, owner = getattr(found, part), f"{owner}{':' if found is module else '.'}{part}"
     else:
         says = f"{row.attribute!r} cannot be read from {row.module}"
     fix = f"its author has to correct the entry point {row.name!r}; until then {other_version(row)}"

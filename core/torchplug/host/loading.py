@@ -88,7 +88,7 @@ def load_weights(
 
 @contextmanager
 def _blamed(subject: str, owner: type, method: str) -> Iterator[None]:
-    """What an author's method raises becomes a PluginError with the line it came from; lack of memory, a DeviceError."""
+    """What an author's method raises becomes a PluginError with the line it came from; lack of memory a DeviceError."""
     try:
         yield
     except TorchplugError:
