@@ -95,3 +95,31 @@ def test_times_are_those_of_the_request(engine_of, run_all):
     assert (found.prompt_tokens, found.generation_tokens) == (2 * len(PROMPT), 5)
     assert found.inter_token_time.mean == first.inter_token_time
     assert found.queue_time.p99 == second.queue_time and found.time_to_first_token.p50 > 0
+
+
+def test_preemption_and_the_prefix_cache_change_none_of_them(engine_of, run_all):
+    """A request that is computed again, or whose prompt is cached, has the tokens and figures that it has alone."""
+    prompts = [PROMPT[:n] for n in (9, 23, 16, 17, 22, 4)]
+    params = [
+        dataclasses.replace(PARAMS, max_tokens=20),
+        SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=24, output_kind=RequestOutputKind.FINAL_ONLY),
+        dataclasses.replace(PARAMS, max_tokens=30, prompt_logprobs=None),
+    ]
+    alone, crowded = engine_of(), engine_of(block_size=4, max_num_seqs=8, kv_cache_memory_bytes=12_000)
+    for repeat in range(2):  # the second time with a warm prefix cache
+        wanted = {}
+        for index, prompt in enumerate(prompts):
+            name = f"{repeat} {index}"
+            alone.add_request(name, prompt, params[index % 3])
+            wanted |= run_all(alone)
+            crowded.add_request(name, prompt, params[index % 3])
+        found = run_all(crowded)
+        assert crowded.num_held_blocks == 0 and found.keys() == wanted.keys()
+        for name, output in found.items():
+            assert [one.token_ids for one in output.outputs] == [one.token_ids for one in wanted[name].outputs]
+            assert (output.prompt_logprobs is None) == (wanted[name].prompt_logprobs is None)
+            for mine, other in zip(output.prompt_logprobs or [], wanted[name].prompt_logprobs or [], strict=True):
+                assert mine is other is None or mine.keys() == other.keys()
+                for token_id, entry in (mine or {}).items():
+                    assert entry.logprob == pytest.approx(other[token_id].logprob, abs=1e-4)
+    assert crowded.num_preemptions > 5

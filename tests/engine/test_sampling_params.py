@@ -110,6 +110,7 @@ def test_it_is_immutable_and_copied_with_replace():
     copy = dataclasses.replace(params, max_tokens=5)
     assert (copy.max_tokens, copy.stop, copy.seed) == (5, ("a", "b"), 7)
     assert len({params, copy, SamplingParams(max_tokens=3, stop=["a", "b"], seed=7)}) == 2
+    assert len({SamplingParams(logit_bias={1: 2.0}), SamplingParams(logit_bias={1: 2.0}), SamplingParams()}) == 2
 
 
 def test_importing_it_imports_no_torch():

@@ -167,6 +167,9 @@ class SamplingParams:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def __hash__(self) -> int:
+        return hash((self.n, self.temperature, self.top_p, self.top_k, self.seed, self.stop, self.max_tokens))
+
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is taken instead of a drawn one."""
