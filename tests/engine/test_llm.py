@@ -309,3 +309,18 @@ def test_outputs_of_one_prompt_share_its_blocks(tiny_checkpoint):
         assert engine.num_running == 3
         shared = len({block for request in engine._requests.values() for block in request.blocks[0].ids[:10]})
         assert shared == 10
+
+
+def test_calls_on_several_threads_each_get_their_own_answers(tiny_checkpoint):
+    from concurrent.futures import ThreadPoolExecutor
+
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    prompts = [[{"prompt_token_ids": [5 + index, 7, 9 + call]} for index in range(3)] for call in range(8)]
+    with LLM(tiny_checkpoint, dtype="float32", max_num_seqs=4) as llm:
+
+        def answer(prompt):
+            return [output.outputs[0].token_ids for output in llm.generate(prompt, params, use_tqdm=False)]
+
+        alone = [answer(prompt) for prompt in prompts]
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(answer, prompts)) == alone

@@ -197,3 +197,13 @@ def test_a_partial_mixture_of_experts_names_what_it_lacks(bind, plain_class):
 def test_location_is_relative_to_the_package(plain_class):
     assert location(inspect_class).startswith("torchplug/host/contracts.py:")
     assert location(len) == "no Python source"
+
+
+@pytest.mark.parametrize("mark", ["supports_cross_encoding", "is_pooling_model"])
+def test_a_pooling_model_needs_no_head(plain_class, mark):
+    class Headless(nn.Module):
+        __init__, forward, load_weights = plain_class.__init__, plain_class.forward, plain_class.load_weights
+        embed_input_ids = plain_class.embed_input_ids
+
+    assert "compute_logits" in str(problems_of(Headless))
+    inspect_class(type("Scores", (Headless,), {mark: True}), subject=SUBJECT)

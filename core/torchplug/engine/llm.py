@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -160,6 +161,7 @@ class LLM:
             print(self._engine.kv_cache, file=sys.stderr)
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
+        self._lock = threading.Lock()
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -293,22 +295,25 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Run requests to their end, yielding their outputs as they come. However the caller leaves, none stays behind.
 
-        Several of these may be under way in turns (two streams, or `generate` inside the loop over a stream): a step
-        serves all, and each finds its own outputs in its mailbox.
+        Several of these may be under way at once (two streams, `generate` inside the loop over a stream, or calls on
+        several threads): whoever needs a step takes one for all, and each finds its own outputs in its mailbox.
         """
         mailbox: deque[RequestOutput] = deque()
         ids = [request.request_id for request in requests]
         try:
-            for request in requests:
-                self._mailboxes[request.request_id] = mailbox
-                engine.submit(request)
+            with self._lock:
+                for request in requests:
+                    self._mailboxes[request.request_id] = mailbox
+                    engine.submit(request)
             unfinished = len(requests)
             while unfinished:
-                if not mailbox:
-                    for output in engine.step():
-                        if output.request_id in self._mailboxes:
-                            self._mailboxes[output.request_id].append(output)
-                if not mailbox and not engine.has_unfinished_requests():
+                with self._lock:
+                    if not mailbox:  # another thread's step may have filled it meanwhile
+                        for output in engine.step():
+                            if output.request_id in self._mailboxes:
+                                self._mailboxes[output.request_id].append(output)
+                    lost = not mailbox and not engine.has_unfinished_requests()
+                if lost:
                     says = f"{unfinished} were dropped: aborted, or running when a step failed"
                     raise RequestError("requests", Problem("", says, "ask again"))
                 while mailbox:
@@ -316,9 +321,10 @@ class LLM:
                     unfinished -= output.finished
                     yield output
         finally:
-            engine.abort_request(ids)
-            for name in ids:
-                self._mailboxes.pop(name, None)
+            with self._lock:
+                engine.abort_request(ids)
+                for name in ids:
+                    self._mailboxes.pop(name, None)
 
     def _run(
         self,

@@ -101,13 +101,13 @@ def inspect_class(cls: Any, *, subject: str) -> ClassReport:
         lifted = bool(hook.unless) and getattr(cls, hook.unless, False) is True
         needed = bool(sure.intersection(hook.needed)) and not lifted
         if found is None or found.refused or found.stub:
-            problem = _missing(cls, hook, found)
             if needed:
-                problems.append(problem)
+                problems.append(_missing(cls, hook, found))
                 continue
             claims_it = sure.intersection(hook.interfaces)
             absent[hook.name] = f"{cls.__name__} does not implement it" if claims_it else _not_claimed(cls, hook)
             if found is not None and found.refused:
+                problem = _missing(cls, hook, found)
                 absent[hook.name] += f"; {found.where} {problem.says}"
                 warnings.append(problem)
             continue
@@ -197,9 +197,10 @@ _FLAGS: Final = tuple(row.flag for row in interfaces.INTERFACES.values() if row.
 def _convention_problems(cls: type) -> Iterator[Problem]:
     from torch import nn
 
-    here = of_class(cls)
     if not issubclass(cls, nn.Module):
-        yield Problem(here, "does not derive from torch.nn.Module", f"class {cls.__name__}(torch.nn.Module): ...")
+        yield Problem(
+            of_class(cls), "does not derive from torch.nn.Module", f"class {cls.__name__}(torch.nn.Module): ..."
+        )
         return
     initializer = _parameters(cls.__init__)
     catch_all = any(p.kind is p.VAR_KEYWORD for p in initializer)
@@ -210,11 +211,14 @@ def _convention_problems(cls: type) -> Iterator[Problem]:
                 f"does not take {name}; found ({', '.join(map(str, initializer))})",
                 'def __init__(self, *, vllm_config, prefix="")',
             )
+    pooling = interfaces.supports_cross_encoding(cls) or getattr(cls, "is_pooling_model", False) is True
     for name, expected in _CONVENTIONS.items():
+        if name == "compute_logits" and pooling:
+            continue  # it scores its input and generates nothing
         found = interfaces.find_method(cls, name)
         signature = f"def {name}(self, {', '.join(expected)}, ...)"
         if found is None or found[0] is nn.Module or interfaces.is_stub(found[1], found[0]):
-            yield Problem(f"{name} ({here})", "every model class needs it", f"implement {signature}")
+            yield Problem(f"{name} ({of_class(cls)})", "every model class needs it", f"implement {signature}")
             continue
         parameters = _parameters(found[1])
         takes = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
