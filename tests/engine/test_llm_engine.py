@@ -281,3 +281,14 @@ def test_text_stops_before_a_stop_string_and_the_tokens_keep_it(tiny_model, engi
     assert outputs["kept"].outputs[0].text == tokenizer.decode(ids, skip_special_tokens=True)
     engine.add_request("none", [1, 2, 3], greedy(16, detokenize=False))
     assert run_all(engine)["none"].outputs[0].text == ""
+
+
+def test_a_model_without_a_head_is_refused_before_anything_is_allocated(tiny_model, engine_of):
+    from torchplug.errors import PluginError
+
+    class Pooling(torch.nn.Module):
+        def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None):
+            return input_ids
+
+    with pytest.raises(PluginError, match="a pooling model scores its input and generates nothing"):
+        engine_of(Pooling())

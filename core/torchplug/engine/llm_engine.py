@@ -20,7 +20,7 @@ from torchplug.engine.runner import Runner
 from torchplug.engine.sampler import Sampler, SamplingState, token_logprobs
 from torchplug.engine.sampling_params import SamplingParams
 from torchplug.engine.scheduler import Scheduled, Scheduler
-from torchplug.errors import Problem, RequestError
+from torchplug.errors import PluginError, Problem, RequestError
 
 if TYPE_CHECKING:
     from torchplug.engine.tokenizer import Tokenizer
@@ -37,6 +37,9 @@ class LLMEngine:
     """
 
     def __init__(self, model: LoadedModel, tokenizer: Tokenizer | None = None, *, seed: int | None = 0) -> None:
+        if not hasattr(model.module, "compute_logits"):
+            says = "is not there: a pooling model scores its input and generates nothing"
+            raise PluginError(f"model {type(model.module).__name__!r}", Problem("compute_logits", says))
         config = model.vllm_config
         limits = config.scheduler_config
         self.model = model
