@@ -18,7 +18,7 @@ def request_of(name: str, prompt: list[int], count: int = 4, max_model_len: int 
         name,
         SimpleNamespace(token_ids=prompt, text=None),
         SamplingParams(max_tokens=count),
-        None,
+        SimpleNamespace(error=None),
         eos_token_ids=frozenset(),
         max_model_len=max_model_len,
         tokenizer=None,
