@@ -8,9 +8,9 @@ cache, which is what an author's own test and a profile run want.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Where the layers of one sliding window keep this step's tokens; the attributes are those of `ForwardContext`."""
+    """Where the layers of one cache group keep this step's tokens; the attributes are those of `ForwardContext`."""
 
     slot_mapping: Tensor
     block_tables: Tensor
@@ -41,8 +41,8 @@ class ForwardContext:
         query_lens_host: New tokens of each request, on the host, for backends that loop over requests.
         seq_lens_host: `seq_lens` on the host.
         block_tables_host: Block ids of each request, on the host.
-        by_window: In a model whose layers have different sliding windows, the layout for each of them that does not use
-            the one here.
+        more_groups: In a model whose layers have different sliding windows, the layouts of the cache groups after the
+            first, which is the one here.
     """
 
     query_start_loc: Tensor
@@ -53,7 +53,7 @@ class ForwardContext:
     query_lens_host: tuple[int, ...]
     seq_lens_host: tuple[int, ...]
     block_tables_host: tuple[tuple[int, ...], ...]
-    by_window: Mapping[int | None, BlockLayout] = field(default_factory=dict)
+    more_groups: tuple[BlockLayout, ...] = ()
 
 
 class _Current(threading.local):

@@ -47,7 +47,7 @@ class PagedCache:
     On CPU the memory is taken from the system as blocks are written, not at once.
 
     Args:
-        module: The model; each layer's `kv_cache` is set here and nowhere else.
+        module: The model; each layer's `kv_cache` and `cache_group` are set here and nowhere else.
         dtype: Of keys and values, where a layer's spec names none.
         device: Where they live.
         block_size: Tokens of a block.
@@ -144,8 +144,9 @@ class PagedCache:
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         try:
-            for group in self.groups:
+            for index, group in enumerate(self.groups):
                 for layer in group.layers:
+                    layer.cache_group = index
                     layer.kv_cache = allocate_kv_cache(
                         layer.kv_cache_spec(), group.num_blocks, self.block_size, dtype, device
                     )

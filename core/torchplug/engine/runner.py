@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchplug.engine.kv_cache import CacheGroup, PagedCache
+from torchplug.engine.kv_cache import PagedCache
 from torchplug.errors import ContractError, Problem
 from torchplug.forward_context import BlockLayout, ForwardContext, set_forward_context
 
@@ -62,8 +62,8 @@ class Runner:
         self._seq_lens = _Staged(max_num_seqs, torch.int32, device)
         max_blocks = -(-cache.max_tokens // cache.block_size)
         self._layouts = [
-            _GroupLayout(group, max_num_seqs, max_num_batched_tokens, max_blocks, cache.block_size, device)
-            for group in cache.groups
+            _GroupLayout(max_num_seqs, max_num_batched_tokens, max_blocks, cache.block_size, device)
+            for _ in cache.groups
         ]
 
     def run(self, batch: Sequence[Scheduled]) -> Tensor | None:
@@ -136,11 +136,7 @@ class Runner:
             query_lens_host=tuple([item.stop - item.start for item in batch]),
             seq_lens_host=tuple([item.stop for item in batch]),
             block_tables_host=first.block_tables_host,
-            by_window={
-                window: layout
-                for group, layout in zip(self._layouts[1:], layouts[1:], strict=True)
-                for window in group.windows
-            },
+            more_groups=tuple(layouts[1:]),
         )
         return context, self._input_ids.on_device(num_tokens), self._positions.on_device(num_tokens), rows
 
@@ -176,14 +172,12 @@ class _GroupLayout:
 
     def __init__(
         self,
-        group: CacheGroup,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_blocks: int,
         block_size: int,
         device: torch.device,
     ) -> None:
-        self.windows = {layer.sliding_window for layer in group.layers}
         self._block_size = block_size
         # A row for each slot, in which a request's block ids are written once, as it gets them.
         self._rows = np.zeros((max_num_seqs, max_blocks), np.int32)

@@ -54,7 +54,8 @@ class Attention(nn.Module):
         sliding_window: A token sees itself and the `sliding_window - 1` tokens before it; None for all before it.
         prefix: The layer's name in the model.
 
-    The runner sets `kv_cache` (see `allocate_kv_cache`) and publishes a ForwardContext for the step. Without a context
+    The runner sets `kv_cache` (see `allocate_kv_cache`) and `cache_group`, the layer's place among the layouts of a
+    context, and publishes a ForwardContext for the step. Without a context
     the batch is one sequence from position 0. With a context but no cache, each request must be new in this step.
     """
 
@@ -76,6 +77,7 @@ class Attention(nn.Module):
         self.sliding_window = sliding_window
         self.prefix = prefix
         self.kv_cache: KVCache | None = None
+        self.cache_group = 0
         if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
             raise ValueError(
                 f"Attention {prefix!r}: {num_heads} query heads cannot share {num_kv_heads} key heads evenly"
@@ -98,7 +100,12 @@ class Attention(nn.Module):
         Returns [num_tokens, num_heads * head_size].
         """
         plan = sdpa.plan_step(
-            get_forward_context(), query, self.sliding_window, key.shape[1], cached=self.kv_cache is not None
+            get_forward_context(),
+            query,
+            self.sliding_window,
+            key.shape[1],
+            group=self.cache_group,
+            cached=self.kv_cache is not None,
         )
         return sdpa.attend(query, key, value, self.kv_cache, plan, self.num_kv_heads, self.head_size, self.scale)
 

@@ -104,14 +104,14 @@ class StepPlan:
 
 class _Latest(threading.local):
     context: ForwardContext | None = None
-    plans: dict[tuple[int | None, torch.dtype, bool], StepPlan]
+    plans: dict[tuple[int | None, int, torch.dtype, bool], StepPlan]
 
 
 _latest = _Latest()
 
 
 def plan_step(
-    context: ForwardContext | None, query: Tensor, window: int | None, key_width: int, *, cached: bool
+    context: ForwardContext | None, query: Tensor, window: int | None, key_width: int, *, group: int, cached: bool
 ) -> StepPlan:
     """The plan for `context`, made by the first layer that asks in a step and shared by the others.
 
@@ -120,6 +120,7 @@ def plan_step(
         query: [num_tokens, ...], for its dtype and device.
         window: The layer's sliding window.
         key_width: num_kv_heads * head_size, for what it costs to copy keys.
+        group: The layer's cache group.
         cached: Whether the layer has a cache. Without one, keys are those of the batch itself.
     """
     if context is None:
@@ -128,11 +129,11 @@ def plan_step(
     if _latest.context is not context:
         _latest.context = context
         _latest.plans = {}
-    key = (window, query.dtype, cached)
+    key = (window, group, query.dtype, cached)
     plan = _latest.plans.get(key)
     if plan is None:
         if cached:
-            layout = context.by_window.get(window, context)
+            layout = context.more_groups[group - 1] if group else context
             plan = _plan(context, layout, query, window, key_width * query.element_size())
         else:
             plan = _plan_uncached(context, query, window)

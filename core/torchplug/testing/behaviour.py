@@ -7,15 +7,18 @@ cache. Tokens are followed greedily, and logits are compared: max|a - b| <= 1e-4
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from torchplug.engine.block_manager import BlockTable
+from torchplug.engine.block_manager import BlockManager
 from torchplug.engine.kv_cache import PagedCache
+from torchplug.engine.prompts import TokenizedPrompt
+from torchplug.engine.request import Request
 from torchplug.engine.runner import Runner
+from torchplug.engine.sampler import SamplingState
+from torchplug.engine.sampling_params import SamplingParams
 from torchplug.engine.scheduler import Scheduled
 from torchplug.errors import Problem
 from torchplug.host.model import LoadedModel
@@ -31,7 +34,8 @@ _BFLOAT16_TOLERANCE: Final = 0.25
 _PROMPT: Final = 9
 _TOTAL: Final = 24
 _SLOTS: Final = 3
-_BLOCK_SIZE: Final = 16
+_BLOCK_SIZE: Final = 4
+"""Small, so that these short texts take several blocks."""
 
 
 def cached_equals_uncached(specimen: Specimen) -> Iterator[Finding]:
@@ -222,8 +226,25 @@ class _Steps:
         self._where = specimen.where("forward")
         self._model = specimen.load(device)
         self.max_tokens = self._model.vllm_config.model_config.max_model_len
-        self._blocks_per_slot = -(-self.limited(_TOTAL) // _BLOCK_SIZE)
-        self.empty()
+        cache = PagedCache(
+            self._model.module,
+            dtype=self._model.dtype,
+            device=self._model.device,
+            block_size=_BLOCK_SIZE,
+            max_num_seqs=_SLOTS,
+            max_num_batched_tokens=_SLOTS * _TOTAL,
+            max_model_len=min(self.max_tokens, 2 * _TOTAL),
+        )
+        self._runner = Runner(
+            self._model.module,
+            cache,
+            device=self._model.device,
+            max_num_seqs=_SLOTS,
+            max_num_batched_tokens=_SLOTS * _TOTAL,
+        )
+        groups = [(group.window, group.num_blocks) for group in cache.groups]
+        self._blocks = BlockManager(groups, _BLOCK_SIZE, prefix_caching=False)
+        self._requests: dict[int, Request] = {}  # by slot
 
     def need_a_cache(self) -> None:
         if not self._runner.cached:
@@ -235,45 +256,47 @@ class _Steps:
 
     def run(self, parts: Sequence[tuple[list[int], int, int, int]]) -> Tensor:
         """One step over (tokens, slot, start, stop) of several requests; logits [len(parts), vocab]."""
-        batch = [
-            Scheduled(self._request(tokens, slot), slot, start if self._runner.cached else 0, stop, True)
-            for tokens, slot, start, stop in parts
-        ]
+        batch: list[Scheduled] = []
+        for tokens, slot, start, stop in parts:
+            start = start if self._runner.cached else 0
+            batch.append(Scheduled(self._request(tokens, slot, start, stop), slot, start, stop, True))
         with torch.inference_mode():
             logits = self._runner.run(batch)
         assert logits is not None
         return logits
 
-    def _request(self, tokens: list[int], slot: int) -> Any:
-        """What the runner reads of a request; the blocks of a slot are always the same, in every cache group."""
-        first = slot * self._blocks_per_slot
-        ids = range(first, first + self._blocks_per_slot)
-        return SimpleNamespace(
-            token_ids=tokens,
-            blocks=[BlockTable(list(ids), 0) for _ in self._cache.groups],
-            wants_prompt_logits=False,
-            prompt_rows=lambda start, stop: [],
-        )
+    def _request(self, tokens: list[int], slot: int, start: int, stop: int) -> Request:
+        """The request in a slot, with blocks up to token `stop`; one that starts at 0 replaces what was there."""
+        if not start:
+            if slot in self._requests:
+                self._blocks.free(self._requests.pop(slot))
+            params = SamplingParams(max_tokens=None)
+            prompt = TokenizedPrompt(None, tokens[:stop])
+            state = SamplingState(params, prompt.token_ids, [])
+            request = Request(
+                f"slot {slot}",
+                prompt,
+                params,
+                state,
+                eos_token_ids=frozenset(),
+                max_model_len=2 * _TOTAL,
+                tokenizer=None,
+            )
+            given = self._blocks.admit(request, stop)
+            self._requests[slot] = request
+        else:
+            request = self._requests[slot]
+            request.token_ids[:] = tokens
+            request.num_computed = start
+            given = self._blocks.extend(request, stop)
+        assert given, "the cache holds every text that the checks run"
+        return request
 
     def empty(self) -> None:
         """Forget everything that is cached."""
-        model = self._model
-        self._cache = PagedCache(
-            model.module,
-            dtype=model.dtype,
-            device=model.device,
-            block_size=_BLOCK_SIZE,
-            max_num_seqs=_SLOTS,
-            max_num_batched_tokens=_SLOTS * _TOTAL,
-            max_model_len=self.max_tokens,
-        )
-        self._runner = Runner(
-            model.module,
-            self._cache,
-            device=model.device,
-            max_num_seqs=_SLOTS,
-            max_num_batched_tokens=_SLOTS * _TOTAL,
-        )
+        for request in self._requests.values():
+            self._blocks.free(request)
+        self._requests.clear()
 
     def one_shot(self, tokens: Sequence[int]) -> Tensor:
         """Logits [len(tokens), vocab] of one forward over the text, without a cache."""
