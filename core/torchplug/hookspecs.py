@@ -64,8 +64,8 @@ class Hook:
         optional: Interfaces whose claim allows it.
         places: Where each tensor argument lives; an argument that is not named is passed as it is.
         unless: A class flag that, when claimed, lifts the need.
-        older: Spellings of other vLLM versions: the call that serves them, with those of the hook's arguments that the
-            spelling may take, or None to refuse them by name.
+        older: Spellings of other vLLM versions: the call that serves them, without the arguments that a method does not
+            take, or None to refuse them by name.
     """
 
     of: Callable[..., Any]

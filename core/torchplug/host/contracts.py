@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -98,8 +97,7 @@ def inspect_class(cls: Any, *, subject: str) -> ClassReport:
                 warnings.append(Problem(found.where, f"nobody calls it: {absent[hook.name]}", _claim_fix(hook)))
                 absent[hook.name] += f", so its {found.where} is not called"
             continue
-        lifted = bool(hook.unless) and getattr(cls, hook.unless, False) is True
-        needed = bool(sure.intersection(hook.needed)) and not lifted
+        needed = bool(sure.intersection(hook.needed)) and not _lifted(cls, hook)
         if found is None or found.refused or found.stub:
             if needed:
                 problems.append(_missing(cls, hook, found))
@@ -122,6 +120,11 @@ def inspect_class(cls: Any, *, subject: str) -> ClassReport:
     return ClassReport(subject, claimed, possible, implementations, absent, tuple(warnings))
 
 
+def _lifted(cls: type, hook: Hook) -> bool:
+    """Whether a flag of the class makes a hook that its claims need unnecessary."""
+    return bool(hook.unless) and getattr(cls, hook.unless, False) is True
+
+
 def inspect_instance(module: Any, report: ClassReport) -> frozenset[str]:
     """The interfaces of a loaded model: the class's claims, and MixtureOfExperts where all its attributes are there.
 
@@ -140,7 +143,9 @@ def inspect_instance(module: Any, report: ClassReport) -> frozenset[str]:
         problems += [
             _missing(type(module), hook, _find(type(module), hook))
             for hook in TABLE
-            if "MixtureOfExperts" in hook.needed and hook.name not in report.implementations
+            if "MixtureOfExperts" in hook.needed
+            and not _lifted(type(module), hook)
+            and hook.name not in report.implementations
         ]
     elif _promises_experts(module, report) and (missing := interfaces.missing_moe_attributes(module)):
         problems.append(
@@ -286,7 +291,6 @@ class _Found:
     function: Callable[..., Any]
     raw: Any
     stub: bool
-    call: str | None = None
     refused: bool = False
 
     @property
@@ -312,7 +316,7 @@ def _find(cls: type, hook: Hook) -> _Found | None:
         older = interfaces.find_method(cls, name)
         if older is not None and not interfaces.is_stub(older[1], older[0]):
             owner, function = older
-            return _Found(name, owner, function, vars(owner).get(name), False, call, refused=call is None)
+            return _Found(name, owner, function, vars(owner).get(name), stub=False, refused=call is None)
     return stub
 
 
@@ -371,13 +375,8 @@ def _call(
     lacking: list[str] = []
     missing: list[str] = []
     in_order = True
-    spelling = None if found.call is None else set(re.findall(r"\w+", found.call.partition("(")[2]))
     order = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     for index, (name, parameter) in enumerate(hook.signature.parameters.items()):
-        if spelling is not None and name not in spelling:
-            lacking.append(name)
-            in_order = False
-            continue
         if parameter.kind is parameter.VAR_KEYWORD:
             if any_keyword:
                 parts.append(f"**{name}")
