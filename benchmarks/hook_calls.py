@@ -18,6 +18,8 @@ import timeit
 from pathlib import Path
 
 ROUNDS, LOOPS = 15, 20_000
+TENSOR_CHECKS = 4
+"""Of a wrapped call with tensors: two arguments, the author's result, and the wrapper's."""
 
 
 def subject_model():
@@ -81,14 +83,25 @@ def measure() -> dict[str, float]:
         @spec_marker(firstresult=True)
         def get_num_mm_encoder_tokens(self, model, num_image_tokens): ...
 
+        @spec_marker(firstresult=True)
+        def embed_input_ids(self, model, input_ids, multimodal_embeddings, is_multimodal, handle_oov_mm_token): ...
+
     class Owner:
         @bare_marker
         def get_num_mm_encoder_tokens(self, model, num_image_tokens):
             return num_image_tokens
 
+        @bare_marker
+        def embed_input_ids(self, model, input_ids, multimodal_embeddings, is_multimodal, handle_oov_mm_token):
+            return model.result
+
     class Around:
         @bare_marker(wrapper=True)
         def get_num_mm_encoder_tokens(self, model, num_image_tokens):
+            return (yield)
+
+        @bare_marker(wrapper=True)
+        def embed_input_ids(self, model):
             return (yield)
 
     manager = pluggy.PluginManager("bare")
@@ -101,6 +114,10 @@ def measure() -> dict[str, float]:
         def get_num_mm_encoder_tokens(self, model, num_image_tokens):
             return (yield)
 
+        @torchplug.hookimpl(wrapper=True)
+        def embed_input_ids(self, model):
+            return (yield)
+
     wrapped = subject_model()
     wrapped.attach(Wrapper())
     calls = {
@@ -110,6 +127,10 @@ def measure() -> dict[str, float]:
         "hook with tensors": lambda: hooks.embed_input_ids(ids, is_multimodal=mask),
         "plain pluggy, one wrapper": lambda: manager.hook.get_num_mm_encoder_tokens(model=module, num_image_tokens=3),
         "wrapped hook": lambda: wrapped.hooks.get_num_mm_encoder_tokens(3),
+        "plain pluggy with tensors": lambda: manager.hook.embed_input_ids(
+            model=module, input_ids=ids, multimodal_embeddings=None, is_multimodal=mask, handle_oov_mm_token=False
+        ),
+        "wrapped hook with tensors": lambda: wrapped.hooks.embed_input_ids(ids, is_multimodal=mask),
         "empty": lambda: None,
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -123,6 +144,9 @@ def measure() -> dict[str, float]:
         "hook / method": round(cost["hook"] / cost["method"], 2),
         "tensors add (ns)": round(cost["hook with tensors"] - cost["method with tensors"], 1),
         "wrapping adds to plain pluggy (ns)": round(cost["wrapped hook"] - cost["plain pluggy, one wrapper"], 1),
+        "wrapping adds per tensor check (ns)": round(
+            (cost["wrapped hook with tensors"] - cost["plain pluggy with tensors"]) / TENSOR_CHECKS, 1
+        ),
     }
 
 

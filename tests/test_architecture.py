@@ -1,4 +1,4 @@
-"""The dependency direction of design and the rule that first-party plugins have no privileges, read from the imports."""
+"""The dependency direction, and that first-party plugins have no privileges: read from the imports."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ RANKS = {
     "engine": 5,
     "testing": 6,
     "cli": 7,
+    "__main__": 8,
 }
 """Every part of the package; a part imports only parts of a lower rank, or itself."""
 

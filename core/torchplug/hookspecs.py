@@ -64,8 +64,8 @@ class Hook:
         optional: Interfaces whose claim allows it.
         places: Where each tensor argument lives; an argument that is not named is passed as it is.
         unless: A class flag that, when claimed, lifts the need.
-        older: Spellings of other vLLM versions: the call that serves them (arguments by the hook's names), or None to
-            refuse them by name.
+        older: Spellings of other vLLM versions: the call that serves them, with those of the hook's arguments that the
+            spelling may take, or None to refuse them by name.
     """
 
     of: Callable[..., Any]
@@ -203,7 +203,12 @@ TABLE: Final[tuple[Hook, ...]] = (
         returns=Returns("[num_tokens, hidden_size] tensor, model dtype, model device", test=results.embeddings),
         needed=(BASE,),
         places={"input_ids": _DEVICE, "multimodal_embeddings": _DEVICE, "is_multimodal": _DEVICE},
-        older={"get_input_embeddings": "get_input_embeddings(input_ids)"},
+        older={
+            "get_input_embeddings": (
+                "get_input_embeddings(input_ids, multimodal_embeddings, is_multimodal=is_multimodal,"
+                " handle_oov_mm_token=handle_oov_mm_token)"
+            )
+        },
     ),
 )
 

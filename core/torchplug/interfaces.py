@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import (
     TYPE_CHECKING,
@@ -17,6 +17,7 @@ from typing import (
     ClassVar,
     Generic,
     Literal,
+    NamedTuple,
     Protocol,
     TypeAlias,
     TypeVar,
@@ -651,36 +652,65 @@ def _language_model_at(model: Any, path: tuple[str, ...]) -> VllmModel | None:
 # Claims: the table, the flags, the guards
 
 
+class Older(NamedTuple):
+    """How vLLM 0.32 spells a claim: a class attribute, its value that claims, and the one that claims nothing."""
+
+    attribute: str
+    claims: object
+    silent: object
+
+
 @dataclass(frozen=True, slots=True)
 class Interface:
     """An interface that a model class may claim: the literal True in its class attribute `flag` does.
 
     Without a flag (MixtureOfExperts) what an instance has decides.
+
+    Attributes:
+        older: How vLLM 0.32 spells the claim, where it differs.
+        unread: Attributes of vLLM 0.32 that nobody reads here, and what says the same.
     """
 
     name: str
     protocol: type
     flag: str | None
+    older: Older | None = None
+    unread: Mapping[str, str] = field(default_factory=dict)
 
 
-_FLAGS: tuple[tuple[type, str | None], ...] = (
-    (HasInnerState, "has_inner_state"),
-    (HasNoOps, "has_noops"),
-    (IsAttentionFree, "is_attention_free"),
-    (IsHybrid, "is_hybrid"),
-    (MixtureOfExperts, None),
-    (SupportsCrossEncoding, "supports_cross_encoding"),
-    (SupportsEagle, "supports_eagle"),
-    (SupportsEagle3, "supports_eagle3"),
-    (SupportsLoRA, "supports_lora"),
-    (SupportsMRoPE, "supports_mrope"),
-    (SupportsMambaPrefixCaching, "supports_mamba_prefix_caching"),
-    (SupportsMultiModal, "supports_multimodal"),
+_TABLE: tuple[Interface, ...] = (
+    Interface("HasInnerState", HasInnerState, "has_inner_state"),
+    Interface("HasNoOps", HasNoOps, "has_noops"),
+    Interface("IsAttentionFree", IsAttentionFree, "is_attention_free"),
+    Interface("IsHybrid", IsHybrid, "is_hybrid"),
+    Interface("MixtureOfExperts", MixtureOfExperts, None),
+    Interface(
+        "SupportsCrossEncoding",
+        SupportsCrossEncoding,
+        "supports_cross_encoding",
+        older=Older("score_type", claims="cross-encoder", silent="bi-encoder"),
+    ),
+    Interface("SupportsEagle", SupportsEagle, "supports_eagle"),
+    Interface("SupportsEagle3", SupportsEagle3, "supports_eagle3"),
+    Interface("SupportsLoRA", SupportsLoRA, "supports_lora"),
+    Interface("SupportsMRoPE", SupportsMRoPE, "supports_mrope"),
+    Interface("SupportsMambaPrefixCaching", SupportsMambaPrefixCaching, "supports_mamba_prefix_caching"),
+    Interface(
+        "SupportsMultiModal",
+        SupportsMultiModal,
+        "supports_multimodal",
+        unread={
+            "configure_mm_token_handling": "let embed_input_ids take handle_oov_mm_token=False",
+            "supports_tower_connector_lora": (
+                "implement get_num_mm_encoder_tokens and get_num_mm_connector_tokens, which say it"
+            ),
+        },
+    ),
 )
 
-INTERFACES: Mapping[str, Interface] = MappingProxyType(
-    {protocol.__name__: Interface(protocol.__name__, protocol, flag) for protocol, flag in _FLAGS}
-)
+INTERFACES: Mapping[str, Interface] = MappingProxyType({interface.name: interface for interface in _TABLE})
+
+_OLDER: Mapping[str, Older] = {row.flag: row.older for row in _TABLE if row.flag and row.older}
 
 MULTIMODAL_FLAGS = ("supports_multimodal_raw_input_only", "supports_encoder_tp_data", "requires_raw_input_tokens")
 """Flags that refine SupportsMultiModal; each is read as an interface's own flag is."""
@@ -711,7 +741,10 @@ def _class_attribute(model: object, name: str) -> Any:
 
 
 def _claims_flag(model: object, flag: str) -> bool:
-    return _class_attribute(model, flag) is True
+    value = _class_attribute(model, flag)
+    if value is _ABSENT and flag in _OLDER:
+        return bool(_class_attribute(model, _OLDER[flag].attribute) == _OLDER[flag].claims)
+    return value is True
 
 
 def flag_problem(model: object, flag: str) -> str | None:
@@ -720,6 +753,11 @@ def flag_problem(model: object, flag: str) -> str | None:
     if not isinstance(model, type) and flag in getattr(model, "__dict__", {}):
         return f"{flag} is set on the instance; it is read on the class {owner}, before anything is built"
     value = _class_attribute(model, flag)
+    older = _OLDER.get(flag)
+    if older is not None and not isinstance(model, type) and older.attribute in getattr(model, "__dict__", {}):
+        return f"{older.attribute} is set on the instance; it is read on the class {owner}, before anything is built"
+    if older is not None and value is False and _class_attribute(model, older.attribute) == older.claims:
+        return f"{flag} of class {owner} is False, and its {older.attribute} = {older.claims!r} says the opposite"
     if value is _ABSENT or value is True or value is False:
         return None
     found = "a property" if isinstance(value, property) else f"{value!r} ({type(value).__name__})"
@@ -786,6 +824,22 @@ def supports_multimodal_encoder_tp_data(model: object, /) -> bool:
 def requires_raw_input_tokens(model: object, /) -> bool:
     """Whether a class or an instance needs the token ids as well as their embeddings."""
     return _claims_flag(model, "requires_raw_input_tokens")
+
+
+def unread_attributes(cls: type, interface: Interface) -> Iterator[tuple[str, str, str]]:
+    """Attributes of a class by which vLLM 0.32 says something about an interface, and which nobody reads here.
+
+    Yields (attribute, what it says, what says the same here).
+    """
+    for attribute, instead in interface.unread.items():
+        value = _class_attribute(cls, attribute)
+        if value is not _ABSENT and value is not False:
+            yield attribute, "is of another vLLM version and nobody reads it here", instead
+    older = interface.older
+    value = _ABSENT if older is None else _class_attribute(cls, older.attribute)
+    if older is not None and value is not _ABSENT and value not in (older.claims, older.silent):
+        says = f"is {value!r}, which claims nothing here; {older.claims!r} claims {interface.name}"
+        yield older.attribute, says, f"leave it out, or write {older.attribute} = {older.claims!r}"
 
 
 def missing_moe_attributes(model: object, /) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from click.testing import CliRunner
-
 from torchplug.cli import main
 from torchplug.hookspecs import HOOKS
 

@@ -199,7 +199,7 @@ def test_show_import_prints_interfaces_and_hooks_with_their_phase(installed, for
 
 def test_show_import_of_a_broken_plugin_is_an_error_that_names_it(installed, forget_my_plug):
     result = run("show", "MyModel", "--import")
-    assert result.exit_code == 1 and "my-plug 2.0" in result.stderr and "a plugin was imported" in result.stderr
+    assert result.exit_code == 1 and "my-plug==2.0" in result.stderr and "a plugin was imported" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -321,7 +321,7 @@ def test_help_and_version():
 _COMMANDS = """
 import sys, time
 import click
-from torchplug.cli.options import json_option
+from torchplug.cli.options import json_option, print_json
 from torchplug.errors import Problem, RequestError
 
 @click.command()
@@ -345,13 +345,19 @@ def fail(as_json):
     raise RequestError("prompt 'x'", Problem("max_tokens", "found 0, expected at least 1", "give 1 or more"))
 
 @click.command()
+@json_option
+def noisy(as_json):
+    print("a plugin's greeting")
+    print_json(["whole"])
+
+@click.command()
 def ask():
     click.prompt("name")
 """
 _PROGRAM = """
 import sys
 from torchplug.cli import COMMANDS, LazyCommand, main
-for name in ("wait", "much", "late", "fail", "ask"):
+for name in ("wait", "much", "late", "fail", "noisy", "ask"):
     COMMANDS[name] = LazyCommand(f"extra_commands:{name}", "")
 main(sys.argv[1:])
 """
@@ -369,6 +375,7 @@ def extra_commands(tmp_path):
         command = [sys.executable, "-c", _PROGRAM, *arguments]
         return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
+    start.environment = environment
     return start
 
 
@@ -401,6 +408,36 @@ def test_a_torchplug_error_of_any_command_is_text_or_json_and_exit_code_1(extra_
     stdout, stderr = (process := extra_commands("fail", "--json")).communicate(timeout=30)
     assert process.returncode == 1 and stderr == ""
     assert json.loads(stdout)["problems"][0]["where"] == "max_tokens"
+
+
+def test_streams_that_the_caller_closed_are_no_fault(extra_commands):
+    for redirection, expected in ((">&-", 1), ("<&-", 0), ("2>&-", 1)):
+        script = f'exec "$0" -c "$1" "$2" {redirection}'
+        command = ["bash", "-c", script, sys.executable, _PROGRAM, "late" if redirection == "<&-" else "fail"]
+        result = subprocess.run(command, env=extra_commands.environment, stdin=subprocess.DEVNULL, capture_output=True)
+        assert result.returncode == expected and b"Traceback" not in result.stderr, redirection
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a Linux device")
+def test_an_output_that_is_full_is_one_line_and_exit_code_1(extra_commands):
+    command = ["bash", "-c", 'exec "$0" -c "$1" much >/dev/full', sys.executable, _PROGRAM]
+    result = subprocess.run(command, env=extra_commands.environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr == "torchplug: standard output cannot be written: No space left on device\n"
+
+
+def test_what_a_plugin_prints_does_not_get_into_the_json(extra_commands):
+    stdout, stderr = (process := extra_commands("noisy", "--json")).communicate(timeout=30)
+    assert (process.returncode, json.loads(stdout), stderr) == (0, ["whole"], "a plugin's greeting\n")
+    stdout, stderr = extra_commands("noisy").communicate(timeout=30)
+    assert stdout.startswith("a plugin's greeting\n") and stderr == ""
+
+
+def test_wrong_usage_is_json_too_where_json_was_asked_for(extra_commands):
+    for arguments in (("fail", "--json", "--bogus"), ("fail", "extra", "--json"), ("no-such-command", "--json")):
+        stdout, stderr = (process := extra_commands(*arguments)).communicate(timeout=30)
+        assert process.returncode == 2 and stderr == ""
+        assert json.loads(stdout)["error"] == "UsageError" and json.loads(stdout)["problems"][0]["says"]
 
 
 def test_the_end_of_input_is_not_an_interrupt(extra_commands):

@@ -392,7 +392,8 @@ def test_the_oracle_fails_on_a_fault_in_the_cache(
             return original(self, query, key, value)
 
     monkeypatch.setattr(Attention, "forward", faulty)
-    with pytest.raises(OracleMismatch):
+    # Slots that nobody wrote may hold anything, NaN included, and NaN logits are refused before a token comes of them.
+    with pytest.raises((OracleMismatch, torchplug.ContractError)):
         for ours, theirs in zip(generated(faultless, continuations), continuations, strict=True):
             assert_same_tokens(ours, theirs)
 

@@ -112,6 +112,7 @@ def make_engine(
         dtype=torch.float32,
         checkpoint=SimpleNamespace(generation_config={} if eos is None else {"eos_token_id": eos}, config={}),
         close=lambda: None,
+        wrapped=lambda hook: None,
     )
     engine = LLMEngine(loaded, tokenizer, seed=seed)
     for layer in loaded.module.modules():

@@ -117,3 +117,8 @@ def test_malformed_messages_are_named(messages, says):
 def test_a_model_without_a_template_says_so(backends):
     with pytest.raises(RequestError, match="chat template: the model has none"):
         Tokenizer(backends["byte_level"]()).apply_chat_template(CHAT)
+
+
+def test_a_template_that_is_no_text_is_refused():
+    with pytest.raises(RequestError, match="expected Jinja source, got int"):
+        render_chat_template(5, [{"role": "user", "content": "x"}])  # type: ignore[arg-type]

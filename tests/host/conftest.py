@@ -105,7 +105,7 @@ MERGES = ["h e", "l l", "o w", "he ll", "Ġ w", "o r", "l d", "Ġw or", "Ġwor l
 
 
 def add_byte_level_tokenizer(writer: GGUFWriter, pre: str, size: int) -> None:
-    """Bytes, merges, `<|a|>` (bos), `<|b|>` (eos), `<|c|>`, an added token `<think>`, and padding up to `size` tokens."""
+    """Bytes, merges, `<|a|>` (bos), `<|b|>` (eos), `<|c|>`, an added token `<think>`, padding up to `size` tokens."""
     tokens = [*byte_tokens(), *(merge.replace(" ", "") for merge in MERGES), "<|a|>", "<|b|>", "<|c|>", "<think>"]
     kinds = [TokenType.NORMAL] * (len(tokens) - 4) + [TokenType.CONTROL] * 3 + [TokenType.USER_DEFINED]
     for number in range(len(tokens), size):
@@ -125,8 +125,8 @@ def add_byte_level_tokenizer(writer: GGUFWriter, pre: str, size: int) -> None:
 def write_gguf() -> Callable[..., dict[str, torch.Tensor]]:
     """write_gguf(path, kind="F32", pre="gpt-2", edit=None, tokenizer=add_byte_level_tokenizer, **config).
 
-    Writes a llama model and returns its weights in Hugging Face names. `kind` is the type of the matrices; `edit(writer)`
-    adds what else the file shall hold.
+    Writes a llama model and returns its weights in Hugging Face names. `kind` is the type of the matrices;
+    `edit(writer)` adds what else the file shall hold.
     """
 
     def write(

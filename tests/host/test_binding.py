@@ -273,6 +273,26 @@ def test_tensors_in_the_wrong_place_are_named_with_both_devices(model):
         model.hooks.embed_input_ids(ids.to("meta"))
 
 
+def test_what_is_in_place_arrives_as_the_very_object_that_was_given_and_none_where_a_tensor_must_be_does_not(model):
+    ids, rows, mask = torch.tensor([1, 2]), [torch.ones(1, 8)], torch.tensor([False, True])
+    views = [torch.zeros(1), torch.ones(1), torch.full((1,), 2)]
+    grid = {"sizes": (torch.ones(1), 3)}
+    for wrapper in (None, torchplug.observer()):
+        if wrapper is not None:
+            model.attach(wrapper)
+        model.hooks.embed_input_ids(ids, rows, is_multimodal=mask)
+        assert all(seen is given for seen, given in zip(model.module.seen["embed"], (ids, rows, mask), strict=False))
+        model.hooks.embed_multimodal(grid=grid)
+        assert model.module.seen["multimodal"]["grid"] is grid
+        for missing in range(3):
+            given = [None if index == missing else view for index, view in enumerate(views)]
+            with pytest.raises(ContractError, match="expected a tensor, found None"):
+                model.hooks.set_eplb_state(*given)
+        with pytest.raises(ContractError, match="input_ids: expected a tensor, found None"):
+            model.hooks.embed_input_ids(None)
+        model.hooks.embed_input_ids(ids, None, is_multimodal=None)
+
+
 def test_a_cpu_tensor_is_moved_to_the_models_device_and_a_view_is_not(everything, vllm_config):
     """`meta` stands for an accelerator: it is another device than the CPU on every machine."""
     report = inspect_class(everything, subject="plugin")
@@ -373,7 +393,7 @@ def wrapper_class(source):
         ),
         (
             "@hookimpl(wrapper=True)\n    def embed_input_ids(self, *, input_ids): yield",
-            "not a plain positional argument",
+            "takes 'input_ids' by keyword only",
         ),
         ("def embed_input_ids(self): yield", "has no function marked"),
     ],
@@ -387,7 +407,7 @@ def test_a_wrapper_that_is_not_one_is_refused_with_the_fix(model, body, message)
 
 def test_a_class_instead_of_an_instance_is_refused(model):
     cls = wrapper_class("class W:\n    @hookimpl(wrapper=True)\n    def embed_input_ids(self): yield")
-    with pytest.raises(ContractError, match=r"register W\(\) or a module"):
+    with pytest.raises(ContractError, match=r"name an instance of it: W\(\)"):
         model.attach(cls)
 
 

@@ -398,3 +398,10 @@ def test_including_and_excluding_change_one_distribution_only(text, name, other)
 def test_host_uses_the_catalogue(three):
     host = Host(plugins="*,-plug-a", owners={"OfTorchplug": "torchplug"})
     assert host.catalogue.owner("Oftorchplug").distribution == "torchplug"
+
+
+@pytest.mark.parametrize("plugins", [["a", "b"], 5, {"a"}])
+def test_a_selection_that_is_no_text_is_an_error_with_an_example(plugins):
+    with pytest.raises(PluginError, match="plugins: expected one text with commas, got") as raised:
+        Host(plugins)
+    assert 'plugins="a,b"' in str(raised.value)

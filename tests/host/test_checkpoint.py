@@ -330,3 +330,35 @@ def test_a_path_may_be_called_demo(
     for target in ("./demo", Path("demo")):
         assert open_checkpoint(target).path.name == "x.gguf"
     assert open_checkpoint("demo").path == find_demo_model()
+
+
+@pytest.mark.parametrize("eos", ["2", [2, "3"], {}, True, [[2]], 2.5])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_eos_token_id_that_is_no_id_is_refused(checkpoint_directory: Path, file: str, eos: Any) -> None:
+    path = checkpoint_directory / file
+    values = json.loads(path.read_text()) if path.exists() else {}
+    write_json(path, values | {"eos_token_id": eos})
+    assert f'{file}: "eos_token_id" is' in refusal(checkpoint_directory)
+
+
+@pytest.mark.parametrize("template", [5, {"default": "x"}, [{"name": "default", "template": ["x"]}]])
+def test_a_chat_template_that_is_no_text_is_refused(checkpoint_directory: Path, template: Any) -> None:
+    write_json(checkpoint_directory / "tokenizer_config.json", {"chat_template": template})
+    assert '"chat_template" is' in refusal(checkpoint_directory)
+
+
+def test_a_chat_templates_name_may_be_anything(checkpoint_directory: Path) -> None:
+    named = [{"name": [1], "template": "odd"}, {"name": "default", "template": "plain"}]
+    write_json(checkpoint_directory / "tokenizer_config.json", {"chat_template": named})
+    assert open_checkpoint(checkpoint_directory).chat_template == "plain"
+
+
+@pytest.mark.parametrize("target", [None, 5, b"demo", ["demo"]])
+def test_what_is_no_path_is_refused(target: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"expected a path or `demo`, got {type(target).__name__}"):
+        open_checkpoint(target)
+
+
+def test_a_name_of_the_hub_is_answered_with_how_to_download_it() -> None:
+    assert "`hf download some-org/Some-Model-7b --local-dir DIR`" in refusal("some-org/Some-Model-7b")
+    assert "hf download" not in refusal("/some/path") and "hf download" not in refusal("./some/path")

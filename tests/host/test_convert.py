@@ -89,7 +89,9 @@ def test_large_weights_become_shards_with_an_index(tmp_path: Path, write_gguf: W
     convert(open_checkpoint(tmp_path / "x.gguf"), tmp_path / "out", shard_bytes=limit)
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(shards) > 3
-    assert [path.name for path in shards] == [f"model-{n + 1:05}-of-{len(shards):05}.safetensors" for n in range(len(shards))]
+    assert [path.name for path in shards] == [
+        f"model-{n + 1:05}-of-{len(shards):05}.safetensors" for n in range(len(shards))
+    ]
     loaded = [load_file(path) for path in shards]
     assert all(len(part) == 1 or sum(t.nbytes for t in part.values()) <= limit for part in loaded)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

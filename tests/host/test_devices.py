@@ -22,7 +22,7 @@ def test_a_device_is_resolved_with_its_index():
         assert resolve_device(kind).index is not None
 
 
-@pytest.mark.parametrize("name", ["cuda:99", "mps:99", "xpu:99", "meta"])
+@pytest.mark.parametrize("name", ["cuda:99", "mps:99", "xpu:99", "cpu:7", "meta"])
 def test_a_missing_device_is_an_error_that_offers_what_is_there(name):
     with pytest.raises(
         DeviceError, match=rf"device '{name}': this machine has \d+ {name.split(':')[0]} device"
@@ -43,3 +43,21 @@ def test_dtypes():
     assert resolve_dtype(torch.float32, "float16", CPU) is torch.float32
     with pytest.raises(DeviceError, match="dtype 'int8': is not served"):
         resolve_dtype("int8", None, CPU)
+
+
+@pytest.mark.parametrize("device", [None, ["cpu"], 1.5])
+def test_a_device_that_is_no_name_is_an_error(device):
+    with pytest.raises(DeviceError, match="is not a device"):
+        resolve_device(device)
+
+
+def test_a_dtype_that_is_no_name_is_an_error():
+    with pytest.raises(DeviceError, match="is not served"):
+        resolve_dtype(["float32"], None, CPU)
+
+
+@pytest.mark.parametrize("stored", ["float64", "int8", "bf16"])
+def test_a_checkpoints_dtype_that_is_not_served_is_an_error_until_one_is_chosen(stored):
+    with pytest.raises(DeviceError, match=f"dtype '{stored}': the checkpoint's config.json names it"):
+        resolve_dtype("auto", stored, CPU)
+    assert resolve_dtype("float32", stored, CPU) is torch.float32

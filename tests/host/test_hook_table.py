@@ -1,13 +1,15 @@
 """What each field of each row of the hook table does, seen from a model: behaviour equals the checked-in docs/api.json.
 
-No test here compares the table with a copy of it. Each makes model classes and looks at what becomes of their hooks, so
-that a row that says something else shows as a hook that is missing, needed, moved, refused or accepted where it must not.
+No test here compares the table with a copy of it. Each makes model classes and looks at what becomes of their hooks: a
+row that says something else shows as a hook that is missing, needed, moved, refused or accepted where it must not be.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -148,18 +150,29 @@ def test_which_interfaces_need_it_and_which_allow_it(name, load):
 
 
 @every_hook
+def test_what_every_model_needs_is_no_interfaces_business(name):
+    assert EVERY_MODEL not in HOOKS[name].interfaces or HOOKS[name].interfaces == (EVERY_MODEL,)
+
+
+@every_hook
 def test_without_its_interfaces_it_is_not_there_and_the_reason_names_them(name, load):
     row = API[name]
     if EVERY_MODEL in row["needed"]:
         return
     with pytest.raises(HookNotProvided) as raised:
         getattr(load(make()).hooks, name)
-    assert f"{name}: Made does not claim {' or '.join(row['needed'] + row['optional'])}\n" in str(raised.value) or (
+    assert f"{name}: Made does not claim {' or '.join(row['needed'] + row['optional'])}" in str(raised.value) or (
         "MixtureOfExperts" in row["needed"] and "the model does not claim MixtureOfExperts" in str(raised.value)
     )
 
 
 # -- unless ------------------------------------------------------------------------------------------------
+
+
+@every_hook
+def test_a_flag_lifts_a_need_only_where_there_is_one(name):
+    assert HOOKS[name].needed or not HOOKS[name].unless
+    assert not set(HOOKS[name].needed) & set(HOOKS[name].optional)
 
 
 @every_hook
@@ -334,36 +347,45 @@ def test_which_older_spellings_are_served_and_which_are_refused_by_name(name, sp
     older = {spelling: method_for_older(name, spelling, calls)}
     cls = make(anyone_for(name), without=[name], extra=older, result=lambda _: None)
     if spelling not in row["older"]:
-        needed = row["needed"]
-        if needed:
-            with pytest.raises(ContractError) as raised:
-                load(cls)
-            assert spelling not in str(raised.value)
-        else:
-            assert name not in dir(load(cls).hooks)
+        with pytest.raises(ContractError if row["needed"] else HookNotProvided) as raised:
+            getattr(load(cls).hooks, name)
+        assert spelling not in str(raised.value)
         return
     served = row["older"][spelling]
+    if served is None and not row["needed"]:
+        with pytest.raises(HookNotProvided, match=rf"{spelling} \(.*is the spelling of another vLLM version"):
+            getattr(load(cls).hooks, name)
+        return
     if served is None:
         with pytest.raises(ContractError, match=rf"{spelling} \(.*is the spelling of another vLLM version") as raised:
             load(cls)
         assert f"this hook is {name}" in str(raised.value)
         return
-    sentinels = {argument: torch.tensor([index]) for index, argument in enumerate(HOOKS[name].signature.parameters)}
-    given = {argument: {"pixels": value} if argument == "kwargs" else value for argument, value in sentinels.items()}
-    defaults = {p.name for p in HOOKS[name].signature.parameters.values() if p.default is not p.empty}
-    given = {argument: value for argument, value in given.items() if argument not in defaults}
+    given = {
+        argument: {"pixels": torch.ones(1)} if argument == "kwargs" else torch.tensor([index])
+        for index, argument in enumerate(HOOKS[name].signature.parameters)
+        if re.search(rf"\b{argument}\b", served.partition("(")[2])
+    }
     called(load(cls).hooks, name, given)
-    expected = eval(served, {spelling: lambda *args, **kwargs: (args, kwargs)}, given)
-    assert calls == [expected]
+    (arrived,) = calls
+    assert arrived == given, "exactly the arguments of the older call, by their names"
+
+
+@every_hook
+def test_an_older_spelling_is_served_by_a_call_of_it_with_arguments_of_the_hook(name):
+    for spelling, served in HOOKS[name].older.items():
+        if served is not None:
+            call = ast.parse(served, mode="eval").body
+            assert call.func.id == spelling
+            values = [*call.args, *(keyword.value for keyword in call.keywords)]
+            assert {value.id for value in values} <= set(HOOKS[name].signature.parameters)
 
 
 def method_for_older(name, spelling, calls):
-    """The method of an older class: notes how it was called and returns what the hook accepts."""
-    result = RESULTS[min(ACCEPTED[name])]
-
-    def method(self, *args, **kwargs):
-        calls.append((args, kwargs))
-        return result
-
-    method.__name__ = spelling
-    return classmethod(method) if API[name]["phase"] == "class" else method
+    """The method of an older class, with the arguments of its spelling: notes them, returns what the hook accepts."""
+    arguments = re.sub(r"(\w+)=\w+", r"\1", (API[name]["older"].get(spelling) or "(").partition("(")[2].rstrip(")"))
+    scope = {"note": calls.append, "result": RESULTS[min(ACCEPTED[name])]}
+    first = f"me, {arguments}" if arguments else "me"
+    noted = ", ".join(f"{p}={p}" for p in arguments.replace("*", "").split(", ") if p)
+    exec(f"def {spelling}({first}):\n    note(dict({noted}))\n    return result", scope)
+    return classmethod(scope[spelling]) if API[name]["phase"] == "class" else scope[spelling]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
-from torchplug.errors import CheckpointError, ContractError, PluginError
+from torchplug.errors import CheckpointError, ContractError, DeviceError, PluginError
 from torchplug.host.loading import build_module, default_max_model_len, load_weights
 
 CPU = torch.device("cpu")
@@ -17,6 +18,7 @@ class Source:
     """A checkpoint in memory."""
 
     name = "memory"
+    config: ClassVar[dict] = {}
 
     def __init__(self, tensors):
         self.tensors = tensors
@@ -158,3 +160,53 @@ def test_a_typo_in_the_selection_is_a_warning_wherever_the_host_is_used(site):
     host = Host("no-such-package")
     with pytest.warns(TorchplugWarning, match="no-such-package"), pytest.raises(PluginError):
         host.model_class("LlamaForCausalLM")
+
+
+def test_a_load_weights_that_raises_is_an_error_that_names_its_line(plain_class, vllm_config):
+    class Failing(plain_class):
+        def load_weights(self, weights):
+            return {name for name, tensor in weights if tensor.no_such_attribute}
+
+    module = build_module(Failing, vllm_config, "plugin 'P'")
+    with pytest.raises(PluginError, match=r"plugin 'P': load_weights \(.*test_loading.py:\d+\): \w+Error") as raised:
+        load_weights(module, Source(full(module)), CPU, "plugin 'P'")
+    assert "test_loading.py:" in raised.value.problems[0].fix and raised.value.__cause__ is not None
+
+
+def test_a_layer_that_cannot_be_finished_is_an_error_that_names_it(plain_class, vllm_config):
+    class Layer(nn.Linear):
+        def process_weights_after_loading(self):
+            raise KeyError("scale")
+
+    class Unfinished(plain_class):
+        def __init__(self, *, vllm_config, prefix=""):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            self.head = Layer(8, 16, bias=False)
+
+    module = build_module(Unfinished, vllm_config, "plugin 'P'")
+    with pytest.raises(PluginError, match=r"process_weights_after_loading .*: KeyError: 'scale'"):
+        load_weights(module, Source(full(module)), CPU, "plugin 'P'")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("no room"), torch.OutOfMemoryError("no room"), RuntimeError("can't allocate memory: no room")],
+)
+def test_too_little_memory_is_an_error_with_the_way_out_and_not_the_plugins_fault(
+    plain_class, vllm_config, monkeypatch, error
+):
+    def full_up(*arguments, **options):
+        raise error
+
+    module = build_module(plain_class, vllm_config, "plugin 'P'")
+    weights = full(module)
+    monkeypatch.setattr(torch, "empty", full_up)
+    with pytest.raises(DeviceError, match=r"(?s)there is not enough memory: .*no room.*fix: free memory"):
+        load_weights(module, Source(weights), CPU, "plugin 'P'")
+
+
+def test_a_quantised_checkpoint_that_does_not_fit_is_called_quantised(plain_class, vllm_config):
+    source = Source({})
+    source.config = {"quantization_config": {"quant_method": "gptq"}}
+    with pytest.raises(CheckpointError, match=r"quantised \('gptq'\)"):
+        load_weights(build_module(plain_class, vllm_config, "plugin"), source, CPU, "plugin")

@@ -255,6 +255,8 @@ def test_close_detaches_and_frees_and_says_so_afterwards(shop, checkpoint):
     weight, hooks = weakref.ref(model.module.embed.weight), model.hooks
     model.close()
     assert weight() is None and dir(hooks) == []
+    with pytest.raises(ContractError, match="is not attached"):
+        model.detach(sys.modules["alpha"])
     with pytest.raises(HookNotProvided, match="get_placeholder_str: the model is closed"):
         hooks.get_placeholder_str("image", 1)
     again = host.load(checkpoint, device="cpu")
@@ -310,7 +312,7 @@ def test_a_wrapper_that_breaks_a_result_is_named_with_distribution_version_and_l
     with pytest.raises(ContractError) as raised:
         getattr(model.hooks, hook)(*arguments.get(hook, (torch.tensor([1, 2]),)))
     assert str(raised.value).startswith(
-        f"torchplug: wrapper plugin 'culprit' (culprit 2.3.1, culprit): {hook} (culprit.py:5): {says}"
+        f"torchplug: wrapper plugin 'culprit' (culprit==2.3.1, culprit): {hook} (culprit.py:5): {says}"
     )
     assert f"\n  fix: {fix}" in str(raised.value)
     assert failed == [(hook, raised.value)] and not hasattr(raised.value, "__notes__")
@@ -328,13 +330,13 @@ def test_an_exception_in_a_wrapper_names_the_wrapper_and_one_of_the_model_the_mo
         model.hooks.get_num_mm_encoder_tokens(3)
     assert raised.value.__notes__ == [
         "raised in torchplug hook get_num_mm_encoder_tokens (culprit.py:5) of "
-        "wrapper plugin 'culprit' (culprit 2.3.1, culprit)"
+        "wrapper plugin 'culprit' (culprit==2.3.1, culprit)"
     ]
     with model.attached(torchplug.observer()), pytest.raises(KeyError) as raised:
         model.hooks.embed_multimodal(rows=[])
     (note,) = raised.value.__notes__
     assert note.startswith("raised in torchplug hook embed_multimodal (shop/model.py:")
-    assert note.endswith("of plugin 'ShopForCausalLM' (shop 1.0, shop.model:ShopForCausalLM)")
+    assert note.endswith("of plugin 'ShopForCausalLM' (shop==1.0, shop.model:ShopForCausalLM)")
 
 
 def test_a_wrapper_may_answer_for_the_model_or_turn_its_error_into_a_result(shop, checkpoint):
@@ -355,11 +357,21 @@ BROKEN = {
     "import error": (
         "import nothing_of_this_name",
         "",
-        " is left out: ModuleNotFoundError: No module named 'nothing_of_this_name'",
+        ": import of bad (bad.py:1): ModuleNotFoundError: No module named 'nothing_of_this_name'\n  fix: install the "
+        "package that provides 'nothing_of_this_name'; where the metadata of bad does not require it, tell its author",
     ),
-    "exit on import": ("raise SystemExit(3)", "", " is left out: SystemExit: 3"),
-    "missing attribute": (WRAP, ":plugin", " is left out: AttributeError: module 'bad' has no attribute 'plugin'"),
-    "syntax error": ("def", "", " is left out: SyntaxError: invalid syntax (bad.py, line 1)"),
+    "exit on import": (
+        "raise SystemExit(3)",
+        "",
+        ": import of bad (bad.py:1): tries to end the process: SystemExit(3)"
+        "\n  fix: install another version of bad, or remove it: `pip uninstall bad`",
+    ),
+    "missing attribute": (
+        WRAP,
+        ":plugin",
+        ": import of bad: bad has no 'plugin'\n  fix: its author has to correct the entry point 'bad'; "
+        "until then install another version of bad, or remove it: `pip uninstall bad`",
+    ),
     "plain implementation": (
         WRAP + f"@hookimpl\ndef get_placeholder_str({NAMES}): return 'x'",
         "",
@@ -381,7 +393,8 @@ BROKEN = {
     "class instead of instance": (
         WRAP + f"class Bad:\n    @hookimpl(wrapper=True)\n    def get_placeholder_str(self, {NAMES}): return (yield)",
         ":Bad",
-        ": Bad: is a class; a wrapper plugin is a module or an instance\n  fix: register Bad() or a module",
+        ": class Bad, bad.py:2: is a class; a wrapper plugin is a module or an instance"
+        "\n  fix: name an instance of it: Bad()",
     ),
     "old hookwrapper": (
         WRAP + f"@hookimpl(hookwrapper=True)\ndef get_placeholder_str({NAMES}): yield",
@@ -430,12 +443,14 @@ def test_a_broken_wrapper_plugin_is_one_warning_and_is_left_out(shop, checkpoint
         host.load(checkpoint, device="cpu")
         host.model_class("ShopForCausalLM")
     (warning,) = [each for each in caught if issubclass(each.category, TorchplugWarning)]
-    text, subject = str(warning.message), f"wrapper plugin 'bad' (bad 0.9, bad{attribute})"
+    text, subject = str(warning.message), f"wrapper plugin 'bad' (bad==0.9, bad{attribute})"
+    left_out = "\n  The plugin is left out; everything else works."
+    assert text.endswith(left_out)
     if expected is None:
         assert text.startswith(f"2 problems in {subject}\n  1. embed_input_ids (bad.py:4)\n")
         assert "\n  2. nothing_like_it (bad.py:2)\n" in text
     else:
-        assert text == subject + expected
+        assert text == subject + expected + left_out
     assert model.hooks.get_placeholder_str("image", 1) == "image1g", "the model and the other wrapper work"
     assert torch.equal(model.hooks.embed_input_ids(torch.tensor([2])), model.module.embed.weight[2:3])
 

@@ -92,11 +92,19 @@ def test_tensors_are_cast_to_the_parameters_dtype():
 
 def test_a_tied_head_in_the_checkpoint_is_ignored():
     model, weights = Model(tied=True), checkpoint(tied=True)
-    extra = {"lm_head.weight": torch.zeros(7, 8)}
+    extra = {"lm_head.weight": weights["embed.weight"].clone()}
     for order in (extra | weights, weights | extra):
         loaded = load_weights(model, order.items(), packed=PACKED)
         assert {"embed.weight", "lm_head.weight"} <= loaded
         assert torch.equal(model.lm_head.weight, weights["embed.weight"])
+
+
+def test_a_tied_head_that_differs_from_the_embedding_is_refused_and_not_dropped():
+    weights = checkpoint(tied=True)
+    for head in (torch.zeros(7, 8), torch.zeros(9, 8)):
+        with pytest.raises(WeightsMismatch, match=r"lm_head.weight: differs from embed.weight") as raised:
+            load_weights(Model(tied=True), {"lm_head.weight": head, **weights}.items(), packed=PACKED)
+        assert '"tie_word_embeddings": false' in str(raised.value)
 
 
 def test_a_tied_head_fills_an_embedding_that_never_comes():
@@ -256,5 +264,5 @@ def test_tensors_of_a_stage_that_was_left_out_are_skipped():
     module.tower = StageMissingLayer("vision_tower", nn.Linear(3, 3))
     weights = {"head.weight": torch.ones(2, 2), "tower.weight": torch.ones(3, 3), "tower.bias": torch.ones(3)}
     assert load_weights(module, weights.items()) == {"head.weight"}
-    with pytest.raises(WeightsMismatch, match="towers.weight"):
+    with pytest.raises(WeightsMismatch, match=r"towers\.weight"):
         load_weights(module, {**weights, "towers.weight": torch.ones(1)}.items())

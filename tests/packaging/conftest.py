@@ -11,8 +11,9 @@ import subprocess
 import sys
 import textwrap
 import venv
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 
@@ -21,13 +22,17 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-GPT2 = ROOT / "sample_plugins" / "torchplug-gpt2"
+SAMPLES = ROOT / "sample_plugins"
+GPT2 = SAMPLES / "torchplug-gpt2"
 
 
-def outside(command: Iterable[object], cwd: Path, *, code: int | None = 0) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user elsewhere would, without the settings of this process; `code` None takes any exit."""
+def outside(
+    command: Iterable[object], cwd: Path, *, code: int | None = 0, settings: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user elsewhere would, with `settings` and without those of this process; `code` None takes any
+    exit."""
     ours = ("PYTHON", "TORCHPLUG", "VIRTUAL_ENV", "PIP_", "COV_", "PYTEST")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)} | (settings or {})
     arguments = [str(part) for part in command]
     done = subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
     assert code is None or done.returncode == code, (
@@ -49,7 +54,11 @@ class Environment:
 
     def python(self, code: str) -> str:
         """What a program prints."""
-        return outside([self.bin / "python", "-c", code], self.cwd).stdout.strip()
+        return self.run("-c", code).stdout.strip()
+
+    def run(self, *arguments: object, **settings: str) -> subprocess.CompletedProcess[str]:
+        """The environment's Python, with more environment variables in `settings`."""
+        return outside([self.bin / "python", *arguments], self.cwd, settings=settings)
 
     def torchplug(self, *arguments: object, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         """The command, as its console script starts it."""
@@ -104,6 +113,29 @@ def environment(built: Mapping[str, Built], tmp_path_factory: pytest.TempPathFac
     link_requirements(list(distributions(path=[str(fresh.site)])), root / "requirements")
     (fresh.site / "requirements.pth").write_text(str(root / "requirements"))
     return fresh
+
+
+@pytest.fixture(scope="session")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+    """sample(name) builds one of sample_plugins/, once."""
+    return cache(lambda name: build(SAMPLES / name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(scope="module")
+def with_samples(environment: Environment, sample: Callable[[str], Built]) -> Iterable[Callable[..., Environment]]:
+    """with_samples(name, ...) installs more samples beside the two wheels, until the end of the module."""
+    installed: list[str] = []
+
+    def install(*names: str) -> Environment:
+        for name in names:
+            if name not in installed:
+                environment.install(sample(name).wheel)
+                installed.append(name)
+        return environment
+
+    yield install
+    for name in installed:
+        environment.uninstall(name)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ class Package:
         self.register(f"planted-package-{number}")
 
     def register(self, distribution, group="torchplug.models.v1"):
-        info = self.root / f"{distribution}-1.0.dist-info"
+        info = self.root / f"{distribution.replace('-', '_')}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[{group}]\n{self.name} = {self.module}:{self.name}\n")

@@ -188,7 +188,7 @@ def test_an_entry_point_in_another_group_is_caught_by_registration_alone(make_pa
     package = make_package()
     package.name += "Two"
     package.register("planted-next", "torchplug.models.v2")
-    assert_only(check_model(package.name), "registration", "found it in 'torchplug.models.v2'")
+    assert_only(check_model(package.name), "registration", "this torchplug reads 'torchplug.models.v1'")
 
 
 def test_a_package_that_only_this_process_sees_is_caught_by_discovery_alone(make_package, monkeypatch):

@@ -144,3 +144,32 @@ def test_every_check_says_what_it_proves_and_its_needs_come_first():
     for check in CHECKS:
         assert check.proves and set(check.needs) <= seen
         seen.add(check.name)
+
+
+class Redundant(Cumulative):
+    """Three experts in a checkpoint, five slots for them in the model."""
+
+    def __init__(self, *, vllm_config, prefix=""):
+        super().__init__(vllm_config=vllm_config)
+        slots = 3 + vllm_config.model_config.hf_config.num_redundant
+        self.experts = nn.Parameter(torch.empty(slots, 16))
+        self.num_redundant_experts = slots - 3
+        self.num_moe_layers, self.moe_layers, self.expert_weights = 1, [], []
+        self.num_expert_groups = self.num_shared_experts = 0
+        self.num_logical_experts = self.num_routed_experts = 3
+        self.num_physical_experts = self.num_local_physical_experts = slots
+
+    def set_eplb_state(self, expert_load_view, logical_to_physical_map, logical_replica_count): ...
+    def update_physical_experts_metadata(self, num_physical_experts, num_local_physical_experts): ...
+
+    def load_weights(self, weights):
+        slots = torch.arange(len(self.experts)) % 3
+        return super().load_weights((name, x[slots] if name == "experts" else x) for name, x in weights)
+
+
+@pytest.mark.parametrize("redundant", [2, 0])
+def test_a_redundant_expert_may_be_filled_from_the_tensor_of_another(redundant):
+    weights = {"embed.weight": (32, 16), "head.weight": (32, 16), "experts": (3, 16)}
+    results = check_model(Redundant, config=CONFIG | {"num_redundant": redundant}, weights=weights)
+    (found,) = [result for result in results if result.check.name == "weights_round_trip"]
+    assert found.outcome is Outcome.OK, found.error()

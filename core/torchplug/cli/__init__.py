@@ -5,6 +5,7 @@ Exit codes: 0 all is well, 1 a problem that the output explains, 2 wrong usage, 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -15,7 +16,9 @@ from typing import Any, Final, NamedTuple, NoReturn
 import click
 
 from torchplug import __version__
-from torchplug.cli.options import flush_output, print_error, print_warning
+from torchplug.cli.options import flush_output, print_error, print_json, print_warning
+
+_CANNOT_BE_WRITTEN: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 INTERRUPTED: Final = 130
 """128 + SIGINT, as shells report it."""
@@ -96,19 +99,28 @@ class CommandGroup(click.Group):
         **extra: Any,
     ) -> Any:
         name = prog_name or "torchplug"
+        _replace_closed_streams()
         if not standalone_mode:
             return super().main(args, name, complete_var, standalone_mode=False, **extra)
         try:
             result = super().main(args, name, complete_var, standalone_mode=False, **extra)
             flush_output()
         except click.ClickException as error:
-            error.show()
+            if "--json" in (sys.argv[1:] if args is None else args):
+                print_json(_as_dict(error, name))
+            else:
+                error.show()
             sys.exit(error.exit_code)
         except (KeyboardInterrupt, click.Abort) as error:
             # click turns the end of input at one of its prompts into Abort too; that is not an interrupt.
             sys.exit(1 if isinstance(error.__context__, EOFError) else INTERRUPTED)
         except BrokenPipeError:
-            _leave_a_closed_pipe()
+            _leave_an_output_that_takes_no_more()
+        except OSError as error:
+            if error.errno not in _CANNOT_BE_WRITTEN or error.filename is not None:
+                raise
+            click.echo(f"torchplug: standard output cannot be written: {error.strerror}", err=True)
+            _leave_an_output_that_takes_no_more()
         # A command's own exit code (`ctx.exit(1)`) comes back as an int; every other result of a command means success.
         sys.exit(result if type(result) is int else 0)
 
@@ -124,8 +136,23 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
         _python_warning(message, category, *where, **options)
 
 
-def _leave_a_closed_pipe() -> NoReturn:
-    """Exit without a word. What is still buffered goes to the null device, or Python would complain at shutdown."""
+def _replace_closed_streams() -> None:
+    """A stream that the caller closed (`>&-`) is None in Python; the null device stands in for it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (for as long as the process lives)
+
+
+def _as_dict(error: click.ClickException, program: str) -> dict[str, Any]:
+    """Wrong usage in the form of `TorchplugError.as_dict`."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    command = program if context is None else context.command_path
+    problem = {"where": "", "says": error.format_message(), "fix": f"`{command} --help` shows the usage"}
+    return {"error": "UsageError", "subject": command, "problems": [problem]}
+
+
+def _leave_an_output_that_takes_no_more() -> NoReturn:
+    """Exit at once. What is still buffered goes to the null device, or Python would complain at shutdown."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(1)
 

@@ -50,6 +50,7 @@ def api_as_dict() -> dict[str, Any]:
         "interfaces": {
             name: {
                 "flag": row.flag,
+                **({"older": {row.older.attribute: row.older.claims}} if row.older else {}),
                 **({"flags": list(MULTIMODAL_FLAGS)} if name == "SupportsMultiModal" else {}),
                 **({"attributes": list(MOE_ATTRIBUTES)} if name == "MixtureOfExperts" else {}),
             }

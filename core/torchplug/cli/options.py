@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _JSON: Final = "torchplug.json"
-"""Key in click's `Context.meta`, which a command shares with its group: the user asked for JSON."""
+"""Key in click's `Context.meta`, which a command shares with its group: standard output, where JSON was asked for."""
 
 
 def _remember_json(context: click.Context, _parameter: click.Parameter, value: bool) -> bool:
-    context.meta[_JSON] = value
+    if value and _JSON not in context.meta:
+        # What a plugin prints while it is imported or runs must not come between the lines of the JSON.
+        context.meta[_JSON] = sys.stdout
+        context.find_root().with_resource(redirect_stdout(sys.stderr))
     return value
 
 
@@ -113,7 +117,8 @@ def print_json(value: Any) -> None:
     """`value` as indented JSON on standard output, in ASCII, so that any terminal and locale can carry it."""
     import json
 
-    click.echo(json.dumps(value, indent=2))
+    context = click.get_current_context(silent=True)
+    click.echo(json.dumps(value, indent=2), file=None if context is None else context.meta.get(_JSON))
 
 
 def print_error(context: click.Context, error: TorchplugError) -> None:

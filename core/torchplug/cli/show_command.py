@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -89,6 +89,7 @@ def _print_class(model_class: ModelClass) -> None:
     click.echo(f"{'interfaces':<14}{', '.join(found['interfaces']) or 'none beyond the base model'}")
     if found["possible_interfaces"]:
         click.echo(f"{'possible':<14}{', '.join(found['possible_interfaces'])} (only a loaded model can tell)")
+    click.echo(f"{'cache':<14}{_CACHES[found['cache']]}")
     click.echo("\nHooks; those of phase 'class' work without weights and device")
     print_table(("hook", "phase", "implemented at"), [tuple(hook.values()) for hook in found["hooks"]])
     if found["absent"]:
@@ -98,12 +99,49 @@ def _print_class(model_class: ModelClass) -> None:
         click.echo(printable(f"\nwarning: {warning['where']}: {warning['says']}\n  fix: {warning['fix']}"))
 
 
+_CACHES: Final = {
+    "paged": "keys and values of its attention layers",
+    "none": "none: each request runs alone, with its whole prefix in every step",
+    None: "known when a checkpoint is loaded (the class has no tiny_config to build)",
+}
+
+
+def _cache(model_class: ModelClass) -> str | None:
+    """ "paged" for a model with attention layers of ours, "none" for one without; None where no model can be built.
+
+    The model is the class's own tiny one, with parameters that take no memory.
+    """
+    tiny = getattr(model_class.cls, "tiny_config", None)
+    if tiny is None:
+        return None
+    import torch
+
+    from torchplug import config
+    from torchplug.host.loading import build_module, default_max_model_len
+    from torchplug.layers.attention import Attention
+
+    try:
+        values = tiny()
+        defaults = getattr(model_class.cls, "config_defaults", {})
+        hf_config = config.HfConfig(values, source=f"{model_class.cls.__name__}.tiny_config()", defaults=defaults)
+        longest = default_max_model_len(values)
+        vllm_config = config.VllmConfig(
+            config.ModelConfig("tiny", hf_config, torch.float32, longest), config.DeviceConfig(torch.device("cpu"))
+        )
+        module = build_module(model_class.cls, vllm_config, model_class.report.subject)
+    except Exception:
+        # `torchplug check` says what is wrong with a tiny_config; here it only means that there is nothing to look at.
+        return None
+    return "paged" if any(isinstance(part, Attention) for part in module.modules()) else "none"
+
+
 def _class_as_dict(model_class: ModelClass) -> dict[str, Any]:
     report = model_class.report
     return {
         "class": f"{model_class.cls.__module__}.{model_class.cls.__qualname__}",
         "interfaces": sorted(report.interfaces),
         "possible_interfaces": sorted(report.possible),
+        "cache": _cache(model_class),
         "hooks": [
             {"hook": name, "phase": str(each.hook.phase), "implemented_at": each.where}
             for name, each in report.implementations.items()

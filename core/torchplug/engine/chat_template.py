@@ -35,6 +35,9 @@ def render_chat_template(template: str, messages: Sequence[Message], /, **variab
         RequestError: The messages are malformed, or the template does not compile, refuses them or fails.
     """
     conversation = _checked(messages)
+    if not isinstance(template, str):
+        says = f"expected Jinja source, got {type(template).__name__}"
+        raise RequestError("chat template", Problem("", says, "pass a text"))
     from jinja2 import TemplateSyntaxError
 
     try:

@@ -60,6 +60,7 @@ class LLMEngine:
             device=model.device,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            embedding=lambda: model.wrapped("embed_input_ids"),
         )
         self._blocks = BlockManager(
             [(group.window, group.num_blocks) for group in self.kv_cache.groups],

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchplug.host.catalogue import Catalogue, ModelPlugin
+from torchplug.host.importing import import_object
+from torchplug.host.importing import subject_of as subject_of
 
 if TYPE_CHECKING:
     import os
@@ -55,7 +57,7 @@ class Host:
         self._warn_once()
         plugin = self.catalogue.owner(architecture)
         if architecture not in self._classes:
-            cls = _import(plugin)
+            cls = import_object(plugin)
             report = inspect_class(cls, subject=subject_of(plugin))
             self._classes[architecture] = ModelClass(cls, report, plugin, self.wrappers())
         return self._classes[architecture]
@@ -77,7 +79,9 @@ class Host:
         left out.
         """
         if self._wrappers is None:
-            self._wrappers = tuple(_import_wrappers(self.catalogue))
+            from torchplug.host.importing import import_wrappers
+
+            self._wrappers = import_wrappers(self.catalogue.wrappers)
         return self._wrappers
 
     def load(
@@ -113,6 +117,7 @@ class Host:
         """
         from torchplug import config
         from torchplug.host.checkpoint import Checkpoint, open_checkpoint
+        from torchplug.host.config_check import check_config
         from torchplug.host.devices import resolve_device, resolve_dtype
         from torchplug.host.loading import build_module, default_max_model_len, load_weights
         from torchplug.host.model import LoadedModel
@@ -121,6 +126,7 @@ class Host:
         model_class = self.model_class(checkpoint.architecture)
         where = resolve_device(device)
         defaults = getattr(model_class.cls, "config_defaults", {})
+        check_config(checkpoint.config, defaults, name=checkpoint.name, source=checkpoint.config_source)
         hf_config = config.HfConfig(checkpoint.config, source=checkpoint.config_source, defaults=defaults)
         longest = default_max_model_len({**defaults, **checkpoint.config})
         vllm_config = config.VllmConfig(
@@ -166,54 +172,6 @@ class _Owners(Mapping[str, ModelPlugin]):
 
     def __len__(self) -> int:
         return len(self._catalogue.models)
-
-
-def subject_of(plugin: ModelPlugin) -> str:
-    """How errors name a model plugin: architecture, distribution, version and file."""
-    package = " ".join(part for part in (plugin.distribution, plugin.version) if part)
-    return f"plugin {plugin.architecture!r} ({', '.join(part for part in (package, plugin.value) if part)})"
-
-
-def _import(plugin: ModelPlugin) -> Any:
-    """The object that an entry point names. Whatever its import does wrong becomes an error that names the plugin."""
-    from torchplug.errors import PluginError, Problem
-
-    try:
-        return plugin.entry_point.load()
-    except (Exception, SystemExit) as error:
-        fix = _import_fix(error, plugin)
-        says = f"{type(error).__name__}: {error}"
-        raise PluginError(subject_of(plugin), Problem(f"import of {plugin.value}", says, fix)) from error
-
-
-def _import_fix(error: BaseException, plugin: ModelPlugin) -> str:
-    package = plugin.distribution or plugin.value.partition(":")[0]
-    if isinstance(error, ModuleNotFoundError) and error.name and not plugin.value.startswith(error.name):
-        missing = error.name.partition(".")[0]
-        return f"install what {package} needs: pip install {missing}, or pip install --force-reinstall {package}"
-    if isinstance(error, AttributeError) and plugin.entry_point.attr in str(error):
-        return f"the module has no {plugin.entry_point.attr}: correct the entry point of {package}, or upgrade it"
-    return f"upgrade or remove {package}: pip install --upgrade {package}"
-
-
-def _import_wrappers(catalogue: Catalogue) -> list[Wrapper]:
-    import warnings
-
-    from torchplug.errors import ContractError, TorchplugWarning
-    from torchplug.host.wrappers import Wrapper
-
-    wrappers = []
-    for row in catalogue.wrappers:
-        package = " ".join(part for part in (row.distribution, row.version) if part)
-        subject = f"wrapper plugin {row.name!r} ({package}, {row.value})"
-        try:
-            wrappers.append(Wrapper(row.entry_point.load(), subject))
-        except ContractError as error:
-            warnings.warn(str(error).removeprefix("torchplug: "), TorchplugWarning, stacklevel=2)
-        except (Exception, SystemExit) as error:
-            text = f"{subject} is left out: {type(error).__name__}: {error}"
-            warnings.warn(text, TorchplugWarning, stacklevel=2)
-    return wrappers
 
 
 def _within(asked: int, longest: int, checkpoint: Checkpoint) -> int:

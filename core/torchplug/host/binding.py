@@ -74,6 +74,7 @@ class Binding:
         self._facts = facts
         self._wrappers: list[Wrapper] = []
         self._direct: dict[str, HookFunction] = {}
+        self._inner: dict[str, HookFunction] = {}
         self._wrapped: dict[str, HookFunction] = {}
         absent = dict(report.absent)
         usable = {*claimed, "VllmModel"}
@@ -87,10 +88,11 @@ class Binding:
                 absent[hook.name] = f"is a {hook.phase}-phase hook and needs a loaded model: host.load(...)"
             else:
                 self._direct[hook.name] = _direct_function(model, implementation, self._subject, facts)
+                self._inner[hook.name] = _direct_function(model, implementation, self._subject, facts, placed=True)
         self.hooks = Hooks(self._subject, absent)
         self._manager = PluginManager(PROJECT)
         self._manager.add_hookspecs(_specs())  # type: ignore[arg-type]
-        self._manager.register(_owner_adapter(self._direct), name=self._subject)
+        self._manager.register(_owner_adapter(self._inner), name=self._subject)
         self._manager.check_pending()
         for name, function in self._direct.items():
             setattr(self.hooks, name, function)
@@ -136,6 +138,7 @@ class Binding:
             delattr(self.hooks, name)
         self.hooks._absent = dict.fromkeys(HOOKS, "the model is closed")
         self._direct.clear()
+        self._inner.clear()
         self._wrapped.clear()
         self._model = None
 
@@ -162,23 +165,13 @@ class Binding:
 
 @cache
 def _factory(
-    hook: Hook, call: str, lacking: tuple[str, ...], on_cpu: bool, placed: bool
+    hook: Hook, call: str, lacking: tuple[str, ...], on_cpu: bool, places: bool
 ) -> Callable[[dict[str, Any]], HookFunction]:
     """Compile the function of one hook for one way of calling; cached, since all models share it.
 
-    The source is what a careful author would write by hand. For a model on the CPU, `.is_cpu` is all that a tensor has
-    to pass.
+    The source is what a careful author would write by hand.
     """
-    misplaced = "not {0}.is_cpu" if on_cpu else "{0}.device != _device"
-    plain = [p.replace(annotation=p.empty) for p in hook.signature.parameters.values()]
-    lines = [f"def {hook.name}{inspect.Signature(plain)}:"]
-    for name in hook.places if placed else ():
-        condition = f"{name} is not None"
-        if str(hook.signature.parameters[name].annotation).split(" |")[0] in ("Tensor", "torch.Tensor"):
-            condition += f" and ({name}.__class__ is not _Tensor or {misplaced.format(name)})"
-        elif hook.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            condition = name
-        lines += [f"    if {condition}:", f"        {name} = _place({name!r}, {name})"]
+    lines = [f"def {hook.name}{_plain_signature(hook)}:", *(_placement(hook, on_cpu) if places else ())]
     for name in lacking:
         lines += [
             f"    if {name} is not {hook.signature.parameters[name].default!r}:",
@@ -211,31 +204,64 @@ def _factory(
     return make
 
 
-def _direct_function(model: Any, implementation: Implementation, subject: str, facts: Facts) -> HookFunction:
-    """The hook as a function that calls the author's method."""
+def _placement(hook: Hook, on_cpu: bool) -> Iterator[str]:
+    """Source lines that find out whether anything has to be placed. On the CPU, `.is_cpu` is all that a tensor has to
+    pass.
+    """
+    misplaced = "not {0}.is_cpu" if on_cpu else "{0}.device != _device"
+    for name in hook.places:
+        parameter = hook.signature.parameters[name]
+        if _takes_tensor(hook, name):
+            condition = f"{name}.__class__ is not _Tensor or {misplaced.format(name)}"
+            if parameter.default is None:
+                condition = f"{name} is not None and ({condition})"
+        else:
+            condition = name if parameter.kind is parameter.VAR_KEYWORD else f"{name} is not None"
+        yield f"    if {condition}:"
+        yield f"        {name} = _place({name!r}, {name})"
+
+
+def _plain_signature(hook: Hook) -> inspect.Signature:
+    return inspect.Signature([p.replace(annotation=p.empty) for p in hook.signature.parameters.values()])
+
+
+def _takes_tensor(hook: Hook, argument: str) -> bool:
+    """Whether an argument is one tensor or None, rather than a container of tensors."""
+    return str(hook.signature.parameters[argument].annotation).split(" |")[0] in ("Tensor", "torch.Tensor")
+
+
+def _direct_function(
+    model: Any, implementation: Implementation, subject: str, facts: Facts, *, placed: bool = False
+) -> HookFunction:
+    """The hook as a function that calls the author's method; `placed` says that the arguments are in place already."""
     hook = implementation.hook
     scope = _scope(hook, implementation.where, subject, facts)
     scope["_call"] = getattr(model, implementation.attribute)
-    on_cpu = facts.device is not None and facts.device.type == "cpu"
-    placed = facts.device is not None
-    return _factory(hook, implementation.call, implementation.lacking, on_cpu, placed)(scope)
+    places = facts.device is not None and not placed
+    return _factory(hook, implementation.call, implementation.lacking, _on_cpu(facts), places)(scope)
 
 
 def _wrapped_function(model: Any, hook: Hook, caller: HookFunction, subject: str, facts: Facts) -> HookFunction:
-    """The hook as a function that packs its arguments for the manager's caller. The adapters behind it have checked the
-    result.
+    """The hook as a function that packs its arguments for the manager's caller.
+
+    It places the arguments, for the wrappers too; the adapters behind it check the results.
     """
-    plain = [p.replace(annotation=p.empty) for p in hook.signature.parameters.values()]
-    lines = [f"def {hook.name}{inspect.Signature(plain)}:"]
-    lines += [f"    {name} = _place({name!r}, {name})" for name in hook.places] if facts.device is not None else []
+    lines = [f"def {hook.name}{_plain_signature(hook)}:"]
+    scope: dict[str, Any] = {"_caller": caller, "_model": model}
+    if facts.device is not None:
+        lines += _placement(hook, _on_cpu(facts))
+        scope |= _placement_scope(hook, subject, facts)
     packed = ", ".join(f"{name}={p.name}" for name, p in hook.arguments.items())
     lines.append(f"    return _caller(model=_model, {packed})")
-    scope = {"_caller": caller, "_model": model, "_place": _placer(hook, subject, facts)}
     exec(compile("\n".join(lines), f"<torchplug wrapped hook {hook.name}>", "exec"), scope)
     function: HookFunction = scope.pop(hook.name)
     function.__doc__ = hook.of.__doc__
     function.__signature__ = hook.signature  # type: ignore[attr-defined]
     return function
+
+
+def _on_cpu(facts: Facts) -> bool:
+    return facts.device is not None and facts.device.type == "cpu"
 
 
 def _scope(hook: Hook, where: str, subject: str, facts: Facts) -> dict[str, Any]:
@@ -256,42 +282,48 @@ def _scope(hook: Hook, where: str, subject: str, facts: Facts) -> dict[str, Any]
     if hook.returns.test is not None:
         scope["_test"] = hook.returns.test(facts)
     if facts.device is not None:
-        from torch import Tensor
-
-        scope |= {"_Tensor": Tensor, "_device": facts.device, "_place": _placer(hook, subject, facts)}
+        scope |= _placement_scope(hook, subject, facts)
     return scope
+
+
+def _placement_scope(hook: Hook, subject: str, facts: Facts) -> dict[str, Any]:
+    """Names that the lines of `_placement` use."""
+    from torch import Tensor
+
+    return {"_Tensor": Tensor, "_device": facts.device, "_place": _placer(hook, subject, facts)}
 
 
 def _placer(hook: Hook, subject: str, facts: Facts) -> Callable[[str, Any], Any]:
     """The slow path of placement: move a CPU tensor to the model's device, refuse everything else that is in the wrong
-    place.
+    place. What is in place already is given back as it is.
     """
+    from torch import Tensor
 
-    def refuse(name: str, value: Any, says: str, fix: str) -> NoReturn:
+    device, on_cpu = facts.device, _on_cpu(facts)
+    lone = [name for name in hook.places if _takes_tensor(hook, name)]
+
+    def refuse(name: str, says: str, fix: str) -> NoReturn:
         raise ContractError(f"call of {hook.name} on {subject}", Problem(name, says, fix))
 
+    def in_place(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return value.is_cpu if on_cpu else value.device == device
+        if type(value) in (list, tuple):
+            return all(map(in_place, value))
+        return all(map(in_place, value.values())) if type(value) is dict else True
+
     def place_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device == facts.device:
+        if tensor.device == device:
             return tensor
         if hook.places[name.partition("[")[0]] is Place.VIEW:
-            refuse(
-                name,
-                tensor,
-                f"is on {tensor.device}; a view is shared for life and must be on {facts.device}",
-                f"allocate it on {facts.device}",
-            )
+            says = f"is on {tensor.device}; a view is shared for life and must be on {device}"
+            refuse(name, says, f"allocate it on {device}")
         if not tensor.is_cpu:
-            refuse(
-                name,
-                tensor,
-                f"is on {tensor.device}, the model on {facts.device}",
-                f"give it on {facts.device} or on the CPU",
-            )
-        return tensor.to(facts.device)
+            says = f"is on {tensor.device}, the model on {device}"
+            refuse(name, says, f"give it on {device} or on the CPU")
+        return tensor.to(device)
 
     def place_nested(name: str, value: Any) -> Any:
-        from torch import Tensor
-
         if isinstance(value, Tensor):
             return place_tensor(name, value)
         if type(value) in (list, tuple):
@@ -301,15 +333,10 @@ def _placer(hook: Hook, subject: str, facts: Facts) -> Callable[[str, Any], Any]
         return value
 
     def place(name: str, value: Any) -> Any:
-        from torch import Tensor
-
-        parameter = hook.signature.parameters[name]
-        if str(parameter.annotation).split(" |")[0] not in ("Tensor", "torch.Tensor"):
-            return place_nested(name, value)
-        if value is None and parameter.default is None:
-            return None
+        if name not in lone:
+            return value if in_place(value) else place_nested(name, value)
         if not isinstance(value, Tensor):
-            refuse(name, value, f"expected a tensor, found {describe(value)}", f"pass a tensor on {facts.device}")
+            refuse(name, f"expected a tensor, found {describe(value)}", f"pass a tensor on {device}")
         return place_tensor(name, value)
 
     return place

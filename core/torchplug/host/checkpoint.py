@@ -8,6 +8,7 @@ one error.
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -134,7 +135,9 @@ def open_checkpoint(target: str | os.PathLike[str]) -> Checkpoint:
     from torchplug.host.gguf_checkpoint import GgufCheckpoint
     from torchplug.host.gguf_file import MAGIC
 
-    name = os.fspath(target)
+    if not isinstance(target, (str, os.PathLike)) or not isinstance(name := os.fspath(target), str):
+        says = f"expected a path or `demo`, got {type(target).__name__}"
+        raise CheckpointError("checkpoint", Problem("", says, "pass a text or a pathlib.Path"))
     if isinstance(target, str) and target in ALIASES:
         return GgufCheckpoint(target, find_demo_model())
     subject = f"checkpoint {name!r}"
@@ -145,6 +148,8 @@ def open_checkpoint(target: str | os.PathLike[str]) -> Checkpoint:
         found, says = False, f"cannot be looked up: {error}"
     if not found:
         fix = "give the path of a checkpoint directory or of a .gguf file, or `demo` for the demo model"
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+            fix += f";\nmodels of the Hugging Face Hub are not downloaded by name: `hf download {name} --local-dir DIR`"
         raise CheckpointError(subject, Problem("", says, fix))
     if path.is_dir():
         file = _only_gguf(path, subject)

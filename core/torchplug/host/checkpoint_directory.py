@@ -38,6 +38,8 @@ class DirectoryCheckpoint(Checkpoint):
         problems: list[Problem] = []
         self.config = self._config(problems)
         self.generation_config = self._optional("generation_config.json", problems)
+        self._check_eos("config.json", self.config, problems)
+        self._check_eos("generation_config.json", self.generation_config, problems)
         tokenizer_config = self._optional("tokenizer_config.json", problems)
         self.special_tokens = self._special_tokens(tokenizer_config, problems)
         self.chat_template = self._chat_template(tokenizer_config, problems)
@@ -83,6 +85,12 @@ class DirectoryCheckpoint(Checkpoint):
         path = self.path / name
         return (read_json_object(path, limit=10 * _MIB, problems=problems) or {}) if path.exists() else {}
 
+    def _check_eos(self, name: str, values: dict[str, Any], problems: list[Problem]) -> None:
+        eos = values.get("eos_token_id")
+        if eos is not None and not all(type(token) is int for token in (eos if isinstance(eos, list) else [eos])):
+            says = f'"eos_token_id" is {shown(eos)}; expected a token id or a list of token ids'
+            problems.append(Problem(str(self.path / name), says, "correct it as the model's authors have it"))
+
     def _special_tokens(self, tokenizer_config: dict[str, Any], problems: list[Problem]) -> dict[str, str]:
         """Texts; a token is written as a string or as an object with its `content`."""
         found = {}
@@ -105,11 +113,15 @@ class DirectoryCheckpoint(Checkpoint):
             except (OSError, UnicodeDecodeError) as error:
                 problems.append(Problem(str(path), f"cannot be read: {error}", "copy the file again, or remove it"))
                 return None
-        template = tokenizer_config.get("chat_template")
+        source, template = self.path / "tokenizer_config.json", tokenizer_config.get("chat_template")
         if isinstance(template, list):
-            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default") if len(named) != 1 else next(iter(named.values()))
-        return template if isinstance(template, str) else None
+            named = {shown(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = named.get(shown("default")) if len(named) != 1 else next(iter(named.values()))
+        if template is not None and not isinstance(template, str):
+            says = f'"chat_template" is {shown(template)}; expected Jinja text, or a list of {{"name", "template"}}'
+            problems.append(Problem(str(source), says, "copy the file again from the model's source"))
+            return None
+        return template
 
     # -- weights
 

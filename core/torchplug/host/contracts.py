@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -77,7 +78,7 @@ def inspect_class(cls: Any, *, subject: str) -> ClassReport:
     """
     problems: list[Problem] = []
     if not isinstance(cls, type):
-        says = f"found {type(cls).__name__}, expected a class that derives from torch.nn.Module"
+        says = f"found an object of type {type(cls).__name__}, expected a class that derives from torch.nn.Module"
         raise ContractError(subject, Problem("entry point", says, "point it to the model class: package.module:Class"))
     problems += _convention_problems(cls)
     problems += _mark_problems(cls)
@@ -95,16 +96,20 @@ def inspect_class(cls: Any, *, subject: str) -> ClassReport:
             absent[hook.name] = _not_claimed(cls, hook)
             if found is not None and found.defined:
                 warnings.append(Problem(found.where, f"nobody calls it: {absent[hook.name]}", _claim_fix(hook)))
+                absent[hook.name] += f", so its {found.where} is not called"
             continue
         lifted = bool(hook.unless) and getattr(cls, hook.unless, False) is True
         needed = bool(sure.intersection(hook.needed)) and not lifted
         if found is None or found.refused or found.stub:
             problem = _missing(cls, hook, found)
-            if needed or (found is not None and found.refused):
+            if needed:
                 problems.append(problem)
-            else:
-                claims_it = sure.intersection(hook.interfaces)
-                absent[hook.name] = f"{cls.__name__} does not implement it" if claims_it else _not_claimed(cls, hook)
+                continue
+            claims_it = sure.intersection(hook.interfaces)
+            absent[hook.name] = f"{cls.__name__} does not implement it" if claims_it else _not_claimed(cls, hook)
+            if found is not None and found.refused:
+                absent[hook.name] += f"; {found.where} {problem.says}"
+                warnings.append(problem)
             continue
         checked = _implementation(hook, found)
         if isinstance(checked, Implementation):
@@ -113,6 +118,7 @@ def inspect_class(cls: Any, *, subject: str) -> ClassReport:
             problems += checked
     if problems:
         raise ContractError(subject, problems)
+    warnings += _unread(cls)
     return ClassReport(subject, claimed, possible, implementations, absent, tuple(warnings))
 
 
@@ -124,9 +130,9 @@ def inspect_instance(module: Any, report: ClassReport) -> frozenset[str]:
             attributes.
     """
     problems = [
-        Problem(f"{flag} ({_of_class(type(module))})", text, f"set {flag} in the class body")
+        Problem(f"{flag} ({of_class(type(module))})", text, f"set {flag} in the class body")
         for flag in _FLAGS
-        if flag in vars(module) and (text := interfaces.flag_problem(module, flag))
+        if (text := interfaces.flag_problem(module, flag))
     ]
     names = set(report.interfaces)
     if interfaces.is_mixture_of_experts(module):
@@ -139,7 +145,7 @@ def inspect_instance(module: Any, report: ClassReport) -> frozenset[str]:
     elif _promises_experts(module, report) and (missing := interfaces.missing_moe_attributes(module)):
         problems.append(
             Problem(
-                f"MixtureOfExperts ({_of_class(type(module))})",
+                f"MixtureOfExperts ({of_class(type(module))})",
                 f"the loaded model lacks {', '.join(missing)}",
                 "set all ten attributes of MixtureOfExperts in __init__, or do not derive from it",
             )
@@ -160,14 +166,27 @@ def location(function: Any) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return "no Python source"
-    file = Path(code.co_filename)
-    package = sys.modules.get(str(getattr(function, "__module__", "")).partition(".")[0])
+    return f"{_from_package(code.co_filename, str(getattr(function, '__module__', '')))}:{code.co_firstlineno}"
+
+
+def of_class(cls: type) -> str:
+    """`class Name, package/module.py:line`; its module where no source tells the line."""
+    try:
+        file, (_, line) = inspect.getfile(cls), inspect.findsource(cls)
+    except (OSError, TypeError):
+        return f"class {cls.__name__}, {cls.__module__}"
+    return f"class {cls.__name__}, {_from_package(file, cls.__module__)}:{line + 1}"
+
+
+def _from_package(path: str, module: str) -> str:
+    file = Path(path)
+    package = sys.modules.get(module.partition(".")[0])
     root = getattr(package, "__file__", None)
     if root:
         base = Path(root).parent.parent if Path(root).name == "__init__.py" else Path(root).parent
         if file.is_relative_to(base):
             file = file.relative_to(base)
-    return f"{file}:{code.co_firstlineno}"
+    return str(file)
 
 
 # -- the class as a whole --------------------------------------------------------------------------------
@@ -178,7 +197,7 @@ _FLAGS: Final = tuple(row.flag for row in interfaces.INTERFACES.values() if row.
 def _convention_problems(cls: type) -> Iterator[Problem]:
     from torch import nn
 
-    here = _of_class(cls)
+    here = of_class(cls)
     if not issubclass(cls, nn.Module):
         yield Problem(here, "does not derive from torch.nn.Module", f"class {cls.__name__}(torch.nn.Module): ...")
         return
@@ -236,11 +255,19 @@ def _mark_problems(cls: type) -> Iterator[Problem]:
 
 def _claims(cls: type) -> tuple[frozenset[str], list[Problem]]:
     problems = [
-        Problem(f"{flag} ({_of_class(cls)})", text, f"write {flag} = True in the class body, or leave it out")
+        Problem(f"{flag} ({of_class(cls)})", text, f"write {flag} = True in the class body, or leave it out")
         for flag in _FLAGS
         if (text := interfaces.flag_problem(cls, flag))
     ]
     return interfaces.interfaces_of(cls), problems
+
+
+def _unread(cls: type) -> Iterator[Problem]:
+    """What a class says in the words of another vLLM version and nobody here understands."""
+    for row in interfaces.INTERFACES.values():
+        for attribute, says, fix in interfaces.unread_attributes(cls, row):
+            found = interfaces.find_method(cls, attribute)
+            yield Problem(f"{attribute} ({of_class(cls) if found is None else location(found[1])})", says, fix)
 
 
 # -- one hook --------------------------------------------------------------------------------------------
@@ -297,11 +324,12 @@ def _missing(cls: type, hook: Hook, found: _Found | None) -> Problem:
             f"is the spelling of another vLLM version and has other arguments; this hook is {hook.name}",
             fix,
         )
+    where = f"{hook.name} ({of_class(cls)})"
     if found is not None:
-        return Problem(found.where, f"claims {claims} but inherits the interface's empty method", fix)
+        return Problem(where, f"claims {claims} but inherits the interface's empty method", fix)
     if BASE in hook.needed:
-        return Problem(f"{hook.name} ({_of_class(cls)})", "every model class needs it", fix)
-    return Problem(f"{hook.name} ({_of_class(cls)})", f"claims {claims} but does not implement it", fix)
+        return Problem(where, "every model class needs it", fix)
+    return Problem(where, f"claims {claims} but does not implement it", fix)
 
 
 def _implementation(hook: Hook, found: _Found) -> Implementation | list[Problem]:
@@ -317,11 +345,6 @@ def _implementation(hook: Hook, found: _Found) -> Implementation | list[Problem]
     if hook.phase is Phase.CLASS and not bound:
         text = "is an instance method; a class-phase hook is asked before any model is built"
         problems.append(Problem(found.where, text, f"put @classmethod above {wanted}"))
-    if found.call is not None:
-        attribute, _, arguments = found.call.partition("(")
-        call = arguments.removesuffix(")")
-        lacking = tuple(name for name in hook.signature.parameters if name not in call)
-        return problems or Implementation(hook, attribute, call, lacking, found.where)
     parameters = list(inspect.signature(found.function).parameters.values())
     if not isinstance(found.raw, staticmethod):
         if not parameters or parameters[0].kind is parameters[0].KEYWORD_ONLY:
@@ -330,7 +353,7 @@ def _implementation(hook: Hook, found: _Found) -> Implementation | list[Problem]
             parameters = parameters[1:]
     call, lacking, call_problems = _call(hook, found, parameters, wanted)
     problems += call_problems
-    return problems or Implementation(hook, hook.name, call, lacking, found.where)
+    return problems or Implementation(hook, found.name, call, lacking, found.where)
 
 
 def _call(
@@ -344,8 +367,13 @@ def _call(
     lacking: list[str] = []
     missing: list[str] = []
     in_order = True
+    spelling = None if found.call is None else set(re.findall(r"\w+", found.call.partition("(")[2]))
     order = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     for index, (name, parameter) in enumerate(hook.signature.parameters.items()):
+        if spelling is not None and name not in spelling:
+            lacking.append(name)
+            in_order = False
+            continue
         if parameter.kind is parameter.VAR_KEYWORD:
             if any_keyword:
                 parts.append(f"**{name}")
@@ -393,8 +421,10 @@ def _call(
 
 
 def _not_claimed(cls: type, hook: Hook) -> str:
-    claims = " or ".join(hook.interfaces)
-    return f"{cls.__name__} does not claim {claims}"
+    flags = [row.flag for name in hook.interfaces if (row := interfaces.INTERFACES.get(name)) is not None]
+    denied = [flag for flag in flags if flag and getattr(cls, flag, None) is False]
+    remark = f" ({' and '.join(denied)} is False)" if denied else ""
+    return f"{cls.__name__} does not claim {' or '.join(hook.interfaces)}{remark}"
 
 
 def _claim_fix(hook: Hook) -> str:
@@ -407,10 +437,6 @@ def _with_self(hook: Hook) -> str:
     plain = [p.replace(annotation=p.empty) for p in hook.signature.parameters.values()]
     rest = str(inspect.Signature(plain))[1:-1]
     return f"({first}, {rest})" if rest else f"({first})"
-
-
-def _of_class(cls: type) -> str:
-    return f"class {cls.__name__}, {cls.__module__}"
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:

@@ -30,16 +30,16 @@ def resolve_device(device: str | torch.device) -> torch.device:
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
     try:
         asked = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         known = "auto, cpu, cuda, cuda:0, mps, xpu, or the name of an installed PyTorch backend"
         raise DeviceError(f"device {device!r}", Problem("", "is not a device", f"use one of {known}")) from error
-    if asked.type == "cpu":
-        return torch.device("cpu")
     module = None if asked.type == "meta" else getattr(torch, asked.type, None)
     count = module.device_count() if module is not None and getattr(module, "is_available", bool)() else 0
     if (asked.index or 0) >= count:
         says = f"this machine has {count} {asked.type} device{'' if count == 1 else 's'}"
         raise DeviceError(f"device {str(device)!r}", Problem("", says, f"{_alternatives(asked.type, count)}"))
+    if asked.type == "cpu":
+        return torch.device("cpu")
     if asked.index is not None:
         return asked
     return torch.device(asked.type, module.current_device() if module is not None else 0)
@@ -52,15 +52,18 @@ def resolve_dtype(dtype: str | torch.dtype, stored: str | None, device: torch.de
     else float32.
 
     Raises:
-        DeviceError: the name is not one of float32, float16, bfloat16.
+        DeviceError: the name, or with "auto" the checkpoint's, is not one of float32, float16, bfloat16.
     """
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
         if stored in _DTYPES:
             return _DTYPES[stored]
+        if stored is not None:
+            says = "the checkpoint's config.json names it, and it is not served"
+            raise DeviceError(f"dtype {stored!r}", Problem("", says, "choose one: float32, float16 or bfloat16"))
         return torch.bfloat16 if _native_bfloat16(device) else torch.float32
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise DeviceError(f"dtype {dtype!r}", Problem("", "is not served", "use auto, float32, float16 or bfloat16"))
     return _DTYPES[dtype]
 

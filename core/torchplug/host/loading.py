@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from torchplug.errors import CheckpointError, ContractError, PluginError, Problem, TorchplugError
+from torchplug.errors import CheckpointError, ContractError, DeviceError, PluginError, Problem, TorchplugError
 from torchplug.host.contracts import location
+from torchplug.host.untrusted import shown
 from torchplug.results import describe
 
 if TYPE_CHECKING:
@@ -33,19 +34,13 @@ def build_module(cls: type[nn.Module], vllm_config: VllmConfig, subject: str) ->
 
     Raises:
         PluginError: the constructor failed; the cause is chained.
+        DeviceError: there is not enough memory.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(vllm_config.model_config.dtype)
     try:
-        with _parameters_on_meta():
+        with _blamed(subject, cls, "__init__"), _parameters_on_meta():
             module = cls(vllm_config=vllm_config, prefix="")
-    except TorchplugError:
-        raise
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        says = f"{type(error).__name__}: {error}"
-        fix = f"see {last.filename}:{last.lineno}: check config.json, or report it to the plugin's author"
-        raise PluginError(subject, Problem(f"__init__ ({location(cls.__init__)})", says, fix)) from error
     finally:
         torch.set_default_dtype(before)
     _move_buffers(module, vllm_config.device_config.device)
@@ -60,14 +55,18 @@ def load_weights(
     Raises:
         CheckpointError: with every missing, unexpected and wrongly shaped tensor.
         ContractError: the class's load_weights does not return the names that it filled.
+        PluginError: a method of the class failed; the cause is chained.
+        DeviceError: there is not enough memory.
     """
     from torchplug.layers.weights import WeightsMismatch
 
-    _materialise(module, device)
+    with _blamed(subject, type(module), "load_weights"):
+        _materialise(module, device)
     problems: list[Problem] = []
     with torch.no_grad():
         try:
-            loaded = module.load_weights(_reported(checkpoint.weights(), checkpoint.total_bytes, progress))  # type: ignore[operator]
+            with _blamed(subject, type(module), "load_weights"):
+                loaded = module.load_weights(_reported(checkpoint.weights(), checkpoint.total_bytes, progress))  # type: ignore[operator]
         except WeightsMismatch as mismatch:
             loaded = mismatch.loaded
             problems += mismatch.problems
@@ -77,12 +76,32 @@ def load_weights(
         raise ContractError(subject, Problem(where, says, "collect the names and return the set"))
     problems += _missing(module, loaded, {problem.where for problem in problems})
     if problems:
+        problems = [*_quantised(checkpoint.config), *problems]
         raise CheckpointError(f"checkpoint {checkpoint.name!r} for {subject}", problems)
     with torch.no_grad():
         for part in module.modules():
             finish = getattr(part, "process_weights_after_loading", None)
             if finish is not None:
-                finish()
+                with _blamed(subject, type(part), "process_weights_after_loading"):
+                    finish()
+
+
+@contextmanager
+def _blamed(subject: str, owner: type, method: str) -> Iterator[None]:
+    """What an author's method raises becomes a PluginError with the line it came from; lack of memory a DeviceError."""
+    try:
+        yield
+    except TorchplugError:
+        raise
+    except Exception as error:
+        says = str(error).partition("\nException raised from")[0]  # torch appends its C++ frames
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in says:
+            fix = "free memory, or choose a smaller dtype, a smaller model or another device"
+            raise DeviceError(f"loading {subject}", Problem("", f"there is not enough memory: {says}", fix)) from error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        fix = f"see {last.filename}:{last.lineno}: check config.json, or report it to the plugin's author"
+        where = f"{method} ({location(getattr(owner, method, None))})"
+        raise PluginError(subject, Problem(where, f"{type(error).__name__}: {says}", fix)) from error
 
 
 @contextmanager
@@ -142,6 +161,16 @@ def _missing(module: nn.Module, loaded: Iterable[str], reported: set[str]) -> li
         for aliases in names.values()
         if not filled.intersection(aliases) and not reported.intersection(aliases)
     ]
+
+
+def _quantised(config: Mapping[str, Any]) -> list[Problem]:
+    """Why the weights of a quantised checkpoint do not fit: nothing else in the list would say it."""
+    found = config.get("quantization_config")
+    if not found:
+        return []
+    method = found.get("quant_method") if isinstance(found, Mapping) else None
+    says = f"the checkpoint is quantised ({shown(method or 'method not named')}), which the class does not read"
+    return [Problem("quantization_config", says, "use the model's unquantised weights, or a GGUF file of it")]
 
 
 def _reported(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torchplug.hookspecs import Phase
-from torchplug.host.binding import Binding, Hooks
+from torchplug.host.binding import Binding
 from torchplug.host.contracts import ClassReport, inspect_instance
 from torchplug.host.wrappers import Wrapper
 from torchplug.results import Facts
@@ -17,8 +17,19 @@ if TYPE_CHECKING:
     from torch import nn
 
     from torchplug.config import VllmConfig
+    from torchplug import interfaces
     from torchplug.host.catalogue import ModelPlugin
     from torchplug.host.checkpoint import Checkpoint
+
+    class TypedHooks(
+        interfaces.IsHybrid,
+        interfaces.MambaStateDtype,
+        interfaces.MixtureOfExperts,
+        interfaces.SupportsEagle3,
+        interfaces.SupportsMRoPE,
+        interfaces.SupportsMultiModal,
+    ):
+        """What a type checker knows of `model.hooks`: every hook with the signature of its interface."""
 
 
 class _Handle:
@@ -29,9 +40,9 @@ class _Handle:
     _binding: Binding
 
     @property
-    def hooks(self) -> Hooks:
+    def hooks(self) -> TypedHooks:
         """Every hook that can be called now, with the interface's own signature."""
-        return self._binding.hooks
+        return cast("TypedHooks", self._binding.hooks)
 
     def attach(self, plugin: Any) -> None:
         """Put a wrapper plugin around the hooks that it names; the last attached is the outermost. Between steps only.
@@ -122,6 +133,11 @@ class LoadedModel(_Handle):
     def dtype(self) -> torch.dtype:
         """The dtype of parameters and hidden states."""
         return self.vllm_config.model_config.dtype
+
+    def wrapped(self, hook: str) -> Callable[..., Any] | None:
+        """The hook, where a wrapper is attached to it; None where nothing wraps it, so that a caller may take a shorter
+        way to the same result."""
+        return getattr(self.hooks, hook) if any(hook in each.hook_names for each in self._binding.wrappers) else None
 
     def close(self) -> None:
         """Detach every wrapper and let go of the module; its memory is free once nobody else holds it."""

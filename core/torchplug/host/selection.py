@@ -40,6 +40,11 @@ class Selection:
     __slots__ = ("_positions", "_removed", "everything", "source", "text")
 
     def __init__(self, text: str | None, source: str = "") -> None:
+        if text is not None and not isinstance(text, str):
+            from torchplug.errors import PluginError, Problem
+
+            says = f"expected one text with commas, got {text!r}"
+            raise PluginError("plugins", Problem("", says, 'for example plugins="a,b" or plugins="*,-a"'))
         self.text = text
         self.source = source
         self._positions: dict[str, int] = {}

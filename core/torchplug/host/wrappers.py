@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 
 from torchplug.errors import ContractError, Problem, note_origin
 from torchplug.hookspecs import HOOKS, Hook
-from torchplug.host.contracts import location
+from torchplug.host.contracts import location, of_class
 from torchplug.host.marks import PROJECT, hookimpl
 from torchplug.results import Facts, describe
 
@@ -27,7 +27,7 @@ class Wrapper:
 
     Args:
         plugin: A module or an instance with functions marked `@hookimpl(wrapper=True)`.
-        subject: The plugin for error messages, e.g. "wrapper plugin 'trace' (torchplug-trace 0.1.0)".
+        subject: The plugin for error messages, e.g. "wrapper plugin 'trace' (torchplug-trace==0.1.0, torchplug_trace)".
 
     Raises:
         ContractError: with every problem of the plugin.
@@ -38,10 +38,8 @@ class Wrapper:
         self.subject = subject or f"wrapper plugin {getattr(plugin, '__name__', type(plugin).__name__)!r}"
         problems: list[Problem] = []
         if isinstance(plugin, type):
-            fix = f"register {plugin.__name__}() or a module"
-            raise ContractError(
-                self.subject, Problem(plugin.__name__, "is a class; a wrapper plugin is a module or an instance", fix)
-            )
+            says, fix = "a wrapper plugin is a module or an instance", f"name an instance of it: {plugin.__name__}()"
+            raise ContractError(self.subject, Problem(of_class(plugin), f"is a class; {says}", fix))
         self._functions: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
         for name, function, options in _marked(plugin):
             found = list(_function_problems(name, function, options))
@@ -180,7 +178,10 @@ def _function_problems(name: str, function: Callable[..., Any], options: Mapping
         problems.append(Problem(where, text, f"remove {', '.join(wrong)}"))
     known = ("model", *HOOKS[name].arguments)
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            text = f"takes {parameter.name!r} by keyword only; a wrapper gets its arguments by position"
+            problems.append(Problem(where, text, f"take {parameter.name!r} before the `*`"))
+        elif parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
             text = f"takes {parameter}, which is not a plain positional argument"
             problems.append(Problem(where, text, f"take any of {', '.join(known)}"))
         elif parameter.name not in known:

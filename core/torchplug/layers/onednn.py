@@ -45,7 +45,7 @@ def _supported(dtype: torch.dtype) -> bool:
     """Only where the processor computes in `dtype` itself, and only dtypes that were measured."""
     ops = torch.ops.mkldnn
     needed = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
-    if not torch.backends.mkldnn.is_available() or not all(hasattr(ops, name) for name in needed):
+    if not torch._C._has_mkldnn or not all(hasattr(ops, name) for name in needed):
         return False
     return dtype is torch.float32 or (dtype is torch.bfloat16 and bool(ops._is_mkldnn_bf16_supported()))
 
@@ -59,6 +59,7 @@ def _release_freed_memory() -> Callable[[], object]:
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, TypeError, AttributeError):  # Windows has no process-wide handle, other C libraries no such function
+    # Windows has no process-wide handle, other C libraries no such function.
+    except (OSError, TypeError, AttributeError):
         return lambda: None
     return lambda: trim(0)

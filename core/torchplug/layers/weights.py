@@ -22,6 +22,7 @@ _FIX_NAMES = (
     "if the class is right for this checkpoint, name them in `rename`, `packed` or `skip` of its own "
     "load_weights; otherwise check `architectures` in config.json"
 )
+_FIX_TIE = 'set "tie_word_embeddings": false in config.json where both are meant, else remove it from the weights'
 _FIX_VALUES = "check that config.json belongs to these weights and that the files are whole"
 
 
@@ -65,7 +66,8 @@ def load_weights(
     A part of a fused parameter goes through `weight_loader(param, tensor, shard_id)` with its place in the packed list,
     a whole tensor through `weight_loader(param, tensor)` where there is one: an attribute of the parameter, or else a
     method of the module that owns it. It refuses a tensor with ValueError. A tensor for the second name of a tied
-    parameter (`lm_head.weight` of a tied model) is used only if none comes for the first.
+    parameter (`lm_head.weight` of a tied model) is used only if none comes for the first, and must equal it otherwise:
+    one of the two would be lost.
 
     Raises WeightsMismatch after the last pair, with all problems.
     """
@@ -144,6 +146,9 @@ class _Filling:
         for first, (source, tensor) in self.second.items():
             if first not in self.filled:
                 self._fill(source, first, tensor, None)
+            elif not _equal(self.targets[first], tensor):
+                says = f"differs from {first}, to which the config ties it"
+                self.problems[says, _FIX_TIE].append(source)
         for name, shards in self.filled.items():
             if None in shards:
                 continue
@@ -199,6 +204,10 @@ class _Filling:
                 target.copy_(tensor)
         except (ValueError, RuntimeError) as error:
             self.problems[str(error).splitlines()[0], _FIX_VALUES].append(source)
+
+
+def _equal(target: Tensor, tensor: Tensor) -> bool:
+    return target.shape == tensor.shape and torch.equal(target, tensor.to(target.device, target.dtype))
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

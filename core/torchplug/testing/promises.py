@@ -10,7 +10,6 @@ from torch import nn
 from torchplug import interfaces
 from torchplug.errors import ContractError, PluginError, Problem
 from torchplug.hookspecs import HOOKS, TABLE
-from torchplug.host.catalogue import MODELS, read_entry_points
 from torchplug.host.contracts import inspect_instance
 from torchplug.testing.findings import Advice, Finding
 from torchplug.testing.specimen import Skip, Specimen
@@ -25,7 +24,7 @@ def registration(specimen: Specimen) -> Iterator[Finding]:
     try:
         plugin = specimen.plugin
     except PluginError as error:
-        yield from _in_another_group(str(specimen.architecture)) or error.problems
+        yield from error.problems
         return
     if plugin is not None and plugin.problem:
         fix = f"{plugin.architecture} = {plugin.form}"
@@ -83,17 +82,3 @@ def _kind(cls: type, name: str) -> str:
         # Hooks and the methods of every model can be absent; what else has no method is the class itself.
         return "claims" if name in HOOKS or name in ("forward", "compute_logits", "load_weights") else "signatures"
     return "stubs" if interfaces.is_stub(found[1], found[0]) else "signatures"
-
-
-def _in_another_group(architecture: str) -> list[Problem]:
-    """The entry point of this name under a group that is not the models'."""
-    name = architecture.rpartition(":")[2]
-    return [
-        Problem(
-            f"entry point {entry.name!r}",
-            f"expected it in the group {MODELS!r}, found it in {entry.group!r}",
-            f'write it under [project.entry-points."{MODELS}"] and install the package again',
-        )
-        for entry in read_entry_points()[0]
-        if entry.name == name and entry.group != MODELS and "torchplug" in entry.group
-    ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchplug.errors import Problem
+from torchplug.interfaces import is_mixture_of_experts
 from torchplug.layers.weights import grouped_names
 from torchplug.results import describe
 from torchplug.testing.findings import Finding
@@ -87,6 +88,8 @@ def _missing(module: nn.Module, loaded: Iterable[object]) -> list[str]:
 def _followed(module: nn.Module, tensors: Mapping[str, Tensor], where: str) -> Iterator[Problem]:
     """Change one tensor at a time and see which elements of which parameters change with it."""
     before = {name: parameter.clone() for name, parameter in module.named_parameters()}
+    # A redundant expert is a copy of another one, filled from the same tensor.
+    copies = is_mixture_of_experts(module) and module.num_redundant_experts > 0
     taken = {name: torch.zeros_like(parameter, dtype=torch.bool) for name, parameter in before.items()}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
@@ -99,7 +102,7 @@ def _followed(module: nn.Module, tensors: Mapping[str, Tensor], where: str) -> I
             if bool((differs & taken[parameter_name]).any()):
                 again.append(parameter_name)
             taken[parameter_name] |= differs
-        if changed != tensor.numel():
+        if changed < tensor.numel() or (changed > tensor.numel() and not copies):
             says = f"expected the {tensor.numel()} elements of {name} in the parameters, found that it fills {changed}"
             yield Problem(where, says, "write each tensor once, whole, to the place that its name says")
         elif again:

@@ -130,7 +130,7 @@ def check_physical_experts(tour: Tour, arguments: Arguments, result: Any) -> Non
     except ValueError as error:
         assert "5 experts for life, not 4" in str(error)
         (note,) = error.__notes__
-        assert "update_physical_experts_metadata (torchplug_tour/tour.py:" in note and "torchplug-tour 0.1.0" in note
+        assert "update_physical_experts_metadata (torchplug_tour/tour.py:" in note and "torchplug-tour==0.1.0" in note
     else:
         raise AssertionError("another number of local experts was accepted")
 

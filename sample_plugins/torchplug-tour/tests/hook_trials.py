@@ -97,7 +97,7 @@ def try_wrong_author(name: str, directory: Path, device: str, handle: str, wrapp
         with target.attached(observer()) if wrapped else ExitStack():
             refused(
                 lambda: getattr(target.hooks, name)(*arguments[0], **arguments[1]),
-                f"plugin '{ARCHITECTURE}' (torchplug-tour 0.1.0, torchplug_tour:TourForCausalLM)",
+                f"plugin '{ARCHITECTURE}' (torchplug-tour==0.1.0, torchplug_tour:TourForCausalLM)",
                 f"{name} (",
                 HOOKS[name].returns.says,
                 *what_was_found(returned[0]),
@@ -133,7 +133,7 @@ def try_wrong_place(name: str, directory: Path, device: str, argument: str, wrap
     with tour.model.attached(observer()) if wrapped else ExitStack():
         refused(
             lambda: getattr(tour.model.hooks, name)(*arguments[0], **arguments[1]),
-            f"call of {name} on plugin '{ARCHITECTURE}' (torchplug-tour 0.1.0",
+            f"call of {name} on plugin '{ARCHITECTURE}' (torchplug-tour==0.1.0",
             argument,
             "is on meta",
             str(tour.device),
@@ -294,25 +294,24 @@ def outcome(trial: Trial) -> str | None:
 
 
 def main(wanted: list[str]) -> None:
+    wanted = wanted or devices()
     with tempfile.TemporaryDirectory() as folder:
         directory = write_checkpoint(Path(folder))
         results = [
             {"hook": trial.hook, "device": device, "kind": trial.kind, "failed": outcome(trial)}
-            for device in wanted or devices()
+            for device in wanted
             for name in CASES
             for trial in trials(name, directory, device)
         ]
     plugin = Host().architectures[ARCHITECTURE]
-    print(
-        json.dumps(
-            {
-                "files": [inspect.getfile(Host), inspect.getfile(TourForCausalLM)],
-                "plugin": [plugin.distribution, plugin.version],
-                "hooks": list(HOOKS),
-                "results": results,
-            }
-        )
-    )
+    report = {
+        "files": [inspect.getfile(Host), inspect.getfile(TourForCausalLM)],
+        "plugin": [plugin.distribution, plugin.version],
+        "devices": wanted,
+        "hooks": list(HOOKS),
+        "results": results,
+    }
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

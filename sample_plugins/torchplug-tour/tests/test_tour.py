@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,6 +155,16 @@ def test_an_image_in_the_prompt_changes_the_hidden_states_behind_it_and_none_bef
         states.append(tour.module(None, positions, inputs_embeds=embeds))
     assert torch.equal(states[0][:2], states[1][:2])
     assert not torch.isclose(states[0][2:], states[1][2:]).all(-1).any()
+
+
+def test_the_readme_names_every_hook_and_its_example_runs(capsys):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    stops = readme.partition("## The stops")[2].partition("## Try it")[0]
+    assert set(re.findall(r"`(\w+)`", re.sub(r"\|[^|\n]*\|\n", "|\n", stops))) == set(HOOKS)
+    (program,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    exec(program, {})
+    placeholder, shape, tokens = capsys.readouterr().out.splitlines()[:3]
+    assert (placeholder, shape) == ("<image:1>", "torch.Size([3, 8])") and tokens.count(",") == 3
 
 
 def test_a_config_with_an_unknown_layer_is_an_error_that_names_it(tmp_path, checkpoint):
