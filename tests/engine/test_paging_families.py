@@ -1,0 +1,95 @@
+"""Paging under real model plugins: layers that slide, some or all, with every freed block poisoned."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torchplug.config import CacheConfig, DeviceConfig, HfConfig, ModelConfig, SchedulerConfig, VllmConfig
+from torchplug.engine.llm_engine import LLMEngine
+from torchplug.engine.sampling_params import SamplingParams
+from torchplug.layers import Attention
+from torchplug_models.llama import LlamaForCausalLM
+from torchplug_models.mistral import MistralForCausalLM
+from torchplug_models.qwen2 import Qwen2ForCausalLM
+
+torch.set_num_threads(1)
+
+
+def build(cls):
+    """A tiny model with weights that make every token count, and its engine's maker."""
+    view = HfConfig(cls.tiny_config(), source="x/config.json", defaults=cls.config_defaults)
+    device = torch.device("cpu")
+
+    def config(**cache) -> VllmConfig:
+        return VllmConfig(
+            ModelConfig("x", view, torch.float32, 128),
+            DeviceConfig(device),
+            cache_config=CacheConfig(4, **cache),
+            scheduler_config=SchedulerConfig(4, 12),
+        )
+
+    module = cls(vllm_config=config()).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        scale = 2 / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 0.2
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * scale + (parameter.dim() == 1))
+
+    def engine(**cache) -> LLMEngine:
+        loaded = SimpleNamespace(
+            module=module,
+            vllm_config=config(**cache),
+            device=device,
+            dtype=torch.float32,
+            checkpoint=None,
+            close=lambda: None,
+            wrapped=lambda hook: None,
+        )
+        return LLMEngine(loaded)
+
+    return module, engine
+
+
+def poison(engine: LLMEngine) -> None:
+    """NaN in every block that is empty."""
+    size = engine.kv_cache.block_size
+    for pool, group in zip(engine._blocks.pools, engine.kv_cache.groups, strict=True):
+        slots = [block * size + i for block in range(pool.num_blocks) if pool._empty[block] for i in range(size)]
+        for layer in group.layers:
+            for half in layer.kv_cache:
+                half[:, :, slots] = float("nan")
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("cls", [LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM])
+def test_tokens_equal_the_models_own_forward_over_the_whole_text(cls, caching):
+    module, make = build(cls)
+    prompts = {str(n): [(7 * i + n) % 100 for i in range(n)] for n in (1, 3, 4, 5, 30)}
+    prompts |= {"again": prompts["30"], "turn 2": [*prompts["30"][:20], 3, 1, 4]}
+    count, answers = 24, {}
+    with torch.inference_mode():
+        for name, prompt in prompts.items():
+            ids = list(prompt)
+            for _ in range(count):
+                logits = module.compute_logits(module(torch.tensor(ids), torch.arange(len(ids)))[-1:])[0]
+                best = logits.topk(2).values
+                assert best[0] - best[1] > 1e-4 * (logits.max() - logits.min()), "choose other weights: a near tie"
+                ids.append(int(logits.argmax()))
+            answers[name] = ids[len(prompt) :]
+    assert len({token for answer in answers.values() for token in answer}) >= 12
+    whole = make(enable_prefix_caching=caching).kv_cache.num_bytes
+    engine = make(enable_prefix_caching=caching, kv_cache_memory_bytes=int(whole * 0.35))
+    poison(engine)
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+    windows = {layer.sliding_window for layer in module.modules() if isinstance(layer, Attention)}
+    assert len(engine.kv_cache.groups) == len(windows)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                assert output.outputs[0].token_ids == answers[output.request_id]
+        poison(engine)
+    assert engine.num_held_blocks == 0
+    assert (engine.prefix_cache_stats.hits > 0) == caching
+    engine.close()
