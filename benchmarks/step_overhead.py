@@ -51,7 +51,7 @@ def engine_of(windows: tuple[int | None, ...], batch: int, waiting: int) -> LLME
         dtype=torch.float32,
         checkpoint=None,
         close=lambda: None,
-        wrapped=lambda hook: None,
+        wrappers_of=lambda hook: (),
     )
     engine = LLMEngine(model)
     params = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True, detokenize=False)

@@ -44,7 +44,7 @@ def build(cls):
             dtype=torch.float32,
             checkpoint=None,
             close=lambda: None,
-            wrapped=lambda hook: None,
+            wrappers_of=lambda hook: (),
         )
         return LLMEngine(loaded)
 
