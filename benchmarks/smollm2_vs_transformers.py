@@ -24,7 +24,8 @@ from pathlib import Path
 TORCHPLUG = """
 import sys
 from torchplug import LLM, SamplingParams
-llm = LLM(sys.argv[1], dtype=sys.argv[2], skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=1)
+llm = LLM(sys.argv[1], dtype=sys.argv[2], skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=1,
+          enable_prefix_caching=False)
 def generate(ids, n):
     params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
     return llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0].outputs[0].token_ids
