@@ -123,3 +123,12 @@ def test_rich_draws_the_table_on_a_terminal_only(modules_after):
     assert code == 0 and "rich" in modules
     assert "MyModel" in drawn and "─" in drawn
     assert HEAVY & modules == {"rich"}
+
+
+def test_a_lookup_imports_hardly_more_than_the_metadata_library():
+    """Start-up is the cost of the scan: what explains, checks or imports plugins is loaded when it is needed."""
+    code = "import sys; from torchplug import Host; 'X' in Host().architectures; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    ours = {name for name in loaded if name.startswith("torchplug.")}
+    assert ours == {"torchplug.host", "torchplug.host.catalogue", "torchplug.host.selection"}
+    assert not {"dataclasses", "inspect", "pluggy", "torch"} & set(loaded)

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchplug.host.catalogue import Catalogue, ModelPlugin
-from torchplug.host.importing import import_object
-from torchplug.host.importing import subject_of as subject_of
 
 if TYPE_CHECKING:
     import os
@@ -52,6 +50,7 @@ class Host:
             ContractError: with every problem of the class.
         """
         from torchplug.host.contracts import inspect_class
+        from torchplug.host.importing import import_object, subject_of
         from torchplug.host.model import ModelClass
 
         self._warn_once()

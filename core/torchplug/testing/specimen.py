@@ -13,11 +13,12 @@ from torch import nn
 
 from torchplug.config import DeviceConfig, HfConfig, ModelConfig, VllmConfig
 from torchplug.errors import ContractError, PluginError, Problem, TorchplugError
-from torchplug.host import Host, locate, subject_of
+from torchplug.host import Host, locate
 from torchplug.host.checkpoint import Checkpoint, open_checkpoint
 from torchplug.host.contracts import ClassReport, inspect_class, location
 from torchplug.host.demo import ALIASES
 from torchplug.host.devices import resolve_device
+from torchplug.host.importing import subject_of
 from torchplug.host.loading import default_max_model_len
 from torchplug.host.model import LoadedModel, ModelClass
 from torchplug.host.selection import normalized
