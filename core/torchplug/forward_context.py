@@ -43,6 +43,9 @@ class ForwardContext:
         block_tables_host: Block ids of each request, on the host.
         more_groups: In a model whose layers have different sliding windows, the layouts of the cache groups after the
             first, which is the one here.
+        state_slots: int64 [num_reqs], the slot of each request in the state tensors of recurrent layers, -1 for a
+            padding row; None in a model without such layers.
+        state_slots_host: The same on the host.
     """
 
     query_start_loc: Tensor
@@ -54,6 +57,8 @@ class ForwardContext:
     seq_lens_host: tuple[int, ...]
     block_tables_host: tuple[tuple[int, ...], ...]
     more_groups: tuple[BlockLayout, ...] = ()
+    state_slots: Tensor | None = None
+    state_slots_host: tuple[int, ...] = ()
 
 
 class _Current(threading.local):

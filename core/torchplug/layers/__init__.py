@@ -12,6 +12,7 @@ from torchplug.layers.linear import (
     RowParallelLinear,
 )
 from torchplug.layers.norm import RMSNorm
+from torchplug.layers.recurrent import RecurrentLayer
 from torchplug.layers.rope_scaling import rope_from_config
 from torchplug.layers.rotary import RotaryEmbedding, Rotation, apply_rotary
 from torchplug.layers.weights import WeightsMismatch, load_weights
@@ -27,6 +28,7 @@ __all__ = [
     "ParallelLMHead",
     "QKVParallelLinear",
     "RMSNorm",
+    "RecurrentLayer",
     "RotaryEmbedding",
     "Rotation",
     "RowParallelLinear",
