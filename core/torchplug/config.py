@@ -7,8 +7,11 @@ transformers needed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from torchplug.errors import MissingConfigKey, Problem
@@ -91,7 +94,10 @@ class MultiModalConfig:
 
 @dataclass(slots=True)
 class ModelConfig:
-    """The checkpoint's side: `model` (path), `hf_config`, `dtype`, `max_model_len` in tokens, multimodal settings."""
+    """The checkpoint's side: `model` (path), `hf_config`, `dtype`, `max_model_len` in tokens, multimodal settings.
+
+    `enforce_eager`: every step calls the model itself, never a CUDA graph of it.
+    """
 
     model: str
     hf_config: HfConfig
@@ -99,6 +105,7 @@ class ModelConfig:
     max_model_len: int
     multimodal_config: MultiModalConfig | None = None
     seed: int = 0
+    enforce_eager: bool = False
 
     @property
     def hf_text_config(self) -> HfConfig:
@@ -143,9 +150,24 @@ class DeviceConfig:
     device: torch.device
 
 
+class CompilationMode(IntEnum):
+    """Whether the forward pass goes through `torch.compile`; names and numbers as in vLLM."""
+
+    NONE = 0
+    STOCK_TORCH_COMPILE = 1
+
+
+@dataclass(slots=True)
+class CompilationConfig:
+    """How the forward pass is compiled, which is not at all unless somebody asks for it."""
+
+    mode: CompilationMode = CompilationMode.NONE
+
+
 @dataclass(slots=True)
 class VllmConfig:
-    """Everything that a model class receives at construction. The last three are None where the feature is off."""
+    """Everything that a model class receives at construction. `lora_config`, `speculative_config` and `quant_config`
+    are None where the feature is off."""
 
     model_config: ModelConfig
     device_config: DeviceConfig
@@ -155,3 +177,28 @@ class VllmConfig:
     lora_config: Any = None
     speculative_config: Any = None
     quant_config: Any = None
+    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+
+
+class _Current(threading.local):
+    config: VllmConfig | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def set_current_vllm_config(config: VllmConfig) -> Iterator[None]:
+    """`config` is what this thread's `get_current_vllm_config_or_none` gives, while a model is built and loaded."""
+    previous = _current.config
+    _current.config = config
+    try:
+        yield
+    finally:
+        _current.config = previous
+
+
+def get_current_vllm_config_or_none() -> VllmConfig | None:
+    """The config of the model that this thread is building or loading, for layers that decide something once; None
+    where a layer is made by itself."""
+    return _current.config

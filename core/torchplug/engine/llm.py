@@ -84,7 +84,9 @@ class LLM:
         device: "auto", "cpu", "cuda", "cuda:1", ...; a device that is missing is an error.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         skip_tokenizer_init: Token ids in, token ids out.
-        enforce_eager: Accepted for scripts written for vLLM: this version always runs eagerly.
+        enforce_eager: Call the model itself in every step. False: on CUDA, decode steps are replayed from CUDA graphs
+            where the model allows it. Nothing to decide on other devices.
+        compile: Run the model through `torch.compile`: minutes at the start, for steps that may be faster.
         max_model_len: Longest prompt and output together, in tokens; None: what the checkpoint says.
         max_num_seqs: Most requests that run at once.
         max_num_batched_tokens: Most tokens in one step; longer prompts are read in chunks.
@@ -108,6 +110,7 @@ class LLM:
         dtype: str | torch.dtype = "auto",
         skip_tokenizer_init: bool = False,
         enforce_eager: bool = False,
+        compile: bool = False,
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int | None = None,
@@ -132,6 +135,9 @@ class LLM:
         ):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 problems.append(Problem(name, f"expected an integer of at least 1, got {value!r}", f"correct {name}"))
+        if compile and enforce_eager:
+            says = "compile=True runs what torch.compile makes of the model, enforce_eager=True the model itself"
+            problems.append(Problem("enforce_eager", says, "leave one of them out"))
         if problems:
             raise RequestError("LLM(...)", problems)
 
@@ -153,12 +159,16 @@ class LLM:
                 max_num_batched_tokens=max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS,
                 enable_prefix_caching=enable_prefix_caching is not False,
                 kv_cache_memory_bytes=kv_cache_memory_bytes,
+                enforce_eager=enforce_eager,
+                compile=compile,
                 progress=progress,
             )
         self.model = loaded
-        self._engine: LLMEngine | None = LLMEngine(loaded, tokenizer, seed=seed)
+        doing = "compiling" if compile else "preparing"
+        with progress_bar(f"{doing} {checkpoint.name}", enabled=use_tqdm_on_load) as progress:
+            self._engine: LLMEngine | None = LLMEngine(loaded, tokenizer, seed=seed, progress=progress)
         if use_tqdm_on_load and sys.stderr.isatty():
-            print(self._engine.kv_cache, file=sys.stderr)
+            print(self._engine.kv_cache, self._engine.execution, sep="\n", file=sys.stderr)
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._lock = threading.Lock()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
+from torchplug.config import CompilationMode
 from torchplug.engine.block_manager import BlockManager, PrefixCacheStats
+from torchplug.engine.compiled import CompiledForward
+from torchplug.engine.decode_graphs import DecodeGraphs, graph_device, why_not_recorded
 from torchplug.engine.grammar import Grammars
 from torchplug.engine.kv_cache import PagedCache
 from torchplug.engine.metrics import EngineMetrics, MetricsRecorder
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
     from torchplug.host.model import LoadedModel
 
 
+_log = logging.getLogger(__name__)
+
+
 class LLMEngine:
     """Serves any number of requests on one loaded model. Not thread-safe: one thread adds, steps and aborts.
 
@@ -34,9 +41,21 @@ class LLMEngine:
         model: The model; its `vllm_config` holds the limits (max_model_len, max_num_seqs, max_num_batched_tokens).
         tokenizer: For text prompts and text outputs; None: token ids only.
         seed: For the draws of requests without a seed of their own.
+        progress: Called as progress(done, all) while the model is compiled, and again while its steps are recorded.
+
+    Raises:
+        DeviceError: There is no memory for the cache, or no compiler for a model that is to be compiled.
+        PluginError: The model cannot be compiled, or generates nothing.
     """
 
-    def __init__(self, model: LoadedModel, tokenizer: Tokenizer | None = None, *, seed: int | None = 0) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokenizer: Tokenizer | None = None,
+        *,
+        seed: int | None = 0,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
         if not hasattr(model.module, "compute_logits"):
             says = "is not there: a pooling model scores its input and generates nothing"
             raise PluginError(f"model {type(model.module).__name__!r}", Problem("compute_logits", says))
@@ -47,6 +66,7 @@ class LLMEngine:
         self.max_model_len = config.model_config.max_model_len
         self.vocab_size: int | None = config.model_config.hf_text_config.get("vocab_size")
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        graphs, self._why_no_graphs = self._decode_graphs(model)
         self.kv_cache = PagedCache(
             model.module,
             dtype=model.dtype,
@@ -56,7 +76,13 @@ class LLMEngine:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             memory_bytes=config.cache_config.kv_cache_memory_bytes,
+            padding=graphs is not None,
         )
+        if graphs is not None and not self.kv_cache.padding_block:
+            graphs, self._why_no_graphs = None, "attention plans its steps on the host"
+        self._graphs = graphs
+        compiling = config.compilation_config.mode is CompilationMode.STOCK_TORCH_COMPILE
+        self._compiled = CompiledForward(model.module) if compiling else None
         self._runner = Runner(
             model.module,
             self.kv_cache,
@@ -64,6 +90,8 @@ class LLMEngine:
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             embedding=lambda: model.hooks.embed_input_ids if self._wrappers else None,
+            forward=self._compiled,
+            graphs=graphs,
         )
         self._blocks = BlockManager(
             [(group.window, group.num_blocks) for group in self.kv_cache.groups],
@@ -85,6 +113,43 @@ class LLMEngine:
         self._parallel: dict[str, ParallelRequest] = {}
         self._parents: dict[str, tuple[ParallelRequest, int]] = {}  # by child
         self._recorder = MetricsRecorder()
+        try:
+            with torch.inference_mode():
+                if self._compiled is not None:
+                    self._compiled.compile(self._runner.step_inputs, progress)
+                self._runner.record(progress)
+        except BaseException:
+            self._runner.close()
+            raise
+        _log.info("%s", self.execution)
+
+    @staticmethod
+    def _decode_graphs(model: LoadedModel) -> tuple[DecodeGraphs | None, str]:
+        """Graphs to be recorded, or why there are none; no reason where the device has no such thing."""
+        config = model.vllm_config
+        if config.model_config.enforce_eager:
+            return None, "enforce_eager"
+        device = graph_device(model.device)
+        if device is None:
+            return None, ""
+        why = why_not_recorded(model.module)
+        limits = config.scheduler_config
+        most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        return (None, why) if why else (DecodeGraphs(device, most), "")
+
+    @property
+    def execution(self) -> str:
+        """How a step is executed, for a person: what attends, whether the model is compiled, whether decode steps are
+        replayed, and why not."""
+        forward = "eager" if self._compiled is None else "torch.compile"
+        parts = [f"attention by {self.kv_cache.describe_backends()}", forward]
+        graphs, why = self._graphs, self._why_no_graphs
+        if graphs is not None and not graphs.reason:
+            sizes = ", ".join(map(str, graphs.sizes))
+            parts.append(f"CUDA graphs for decode steps of {sizes} requests, {graphs.num_bytes / 2**30:.2f} GiB")
+        elif graphs is not None or why:
+            parts.append(f"no CUDA graphs ({why or (graphs.reason if graphs else '')})")
+        return "; ".join(parts)
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Queue a request.

@@ -94,6 +94,8 @@ class Host:
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
         kv_cache_memory_bytes: int | None = None,
+        enforce_eager: bool = False,
+        compile: bool = False,
         progress: Progress | None = None,
     ) -> LoadedModel:
         """Load a checkpoint (a directory, a GGUF file, or "demo") with the class that owns its architecture.
@@ -107,6 +109,9 @@ class Host:
             max_num_batched_tokens: Most tokens in one step.
             enable_prefix_caching: Whether an engine keeps what prompts have in common.
             kv_cache_memory_bytes: Most bytes of an engine's KV cache; None: a share of what is left after loading.
+            enforce_eager: Whether an engine calls the module itself in every step, instead of a CUDA graph of it.
+            compile: Whether an engine runs the module through `torch.compile`; its layers then keep to PyTorch's own
+                operators.
             progress: Called as progress(bytes done, bytes in all) while weights stream.
 
         Raises:
@@ -134,16 +139,21 @@ class Host:
                 hf_config=hf_config,
                 dtype=resolve_dtype(dtype, checkpoint.dtype, where),
                 max_model_len=longest if max_model_len is None else _within(max_model_len, longest, checkpoint),
+                enforce_eager=enforce_eager,
             ),
             device_config=config.DeviceConfig(where),
             cache_config=config.CacheConfig(
                 enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes
             ),
             scheduler_config=config.SchedulerConfig(max_num_seqs, max_num_batched_tokens),
+            compilation_config=config.CompilationConfig(
+                config.CompilationMode.STOCK_TORCH_COMPILE if compile else config.CompilationMode.NONE
+            ),
         )
         subject = model_class.report.subject
-        module = build_module(model_class.cls, vllm_config, subject)
-        load_weights(module, checkpoint, where, subject, progress)
+        with config.set_current_vllm_config(vllm_config):
+            module = build_module(model_class.cls, vllm_config, subject)
+            load_weights(module, checkpoint, where, subject, progress)
         return LoadedModel(
             module.eval(),
             model_class.report,

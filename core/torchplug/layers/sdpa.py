@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchplug.forward_context import BlockLayout, ForwardContext
+
+name: Final = "scaled_dot_product_attention"
+block_multiple: Final = 1
+replayable: Final = False
 
 
 def allocate_kv_cache(
