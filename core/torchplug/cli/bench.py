@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from torchplug.cli.bench_report import Report, check_plot
-from torchplug.cli.options import device_options, json_option, selection_options
+from torchplug.cli.options import compile_option, device_options, json_option, selection_options
 
 if TYPE_CHECKING:
     from torchplug.engine.llm import LLM
@@ -38,12 +38,14 @@ def _common_options(function: Function) -> Function:
     """The options of every benchmark. Those of the model arrive as one argument, `loading`: the arguments of `LLM`."""
 
     @wraps(function)
-    def command(*, device: str, dtype: str, plugins: str | None, owners: dict[str, str], **others: Any) -> Any:
-        loading = {"device": device, "dtype": dtype, "plugins": plugins, "owners": owners}
+    def command(
+        *, device: str, dtype: str, compile: bool, plugins: str | None, owners: dict[str, str], **others: Any
+    ) -> Any:
+        loading = {"device": device, "dtype": dtype, "compile": compile, "plugins": plugins, "owners": owners}
         return function(loading=loading, **others)
 
     at_least_1 = click.IntRange(min=1)
-    result: Any = json_option(device_options(selection_options(command)))
+    result: Any = json_option(device_options(compile_option(selection_options(command))))
     for option in reversed(
         (
             click.option(

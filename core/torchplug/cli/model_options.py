@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from torchplug.cli.options import device_options, selection_options
+from torchplug.cli.options import compile_option, device_options, selection_options
 
 if TYPE_CHECKING:
     from torchplug.engine.llm import LLM
@@ -80,6 +80,7 @@ def model_options(*, max_tokens: int) -> Callable[[Callable[..., Any]], Callable
             max_model_len: int | None,
             device: str,
             dtype: str,
+            compile: bool,
             plugins: str | None,
             owners: dict[str, str],
             system: str | None,
@@ -99,6 +100,7 @@ def model_options(*, max_tokens: int) -> Callable[[Callable[..., Any]], Callable
                     "max_model_len": max_model_len,
                     "device": device,
                     "dtype": dtype,
+                    "compile": compile,
                     "plugins": plugins,
                     "owners": owners,
                 },
@@ -119,7 +121,7 @@ def model_options(*, max_tokens: int) -> Callable[[Callable[..., Any]], Callable
         limit = click.option(
             "--max-tokens", "-n", type=int, default=max_tokens, show_default=True, help="Most new tokens of an answer."
         )
-        result = device_options(selection_options(command))
+        result = device_options(compile_option(selection_options(command)))
         for option in reversed((_OPTIONS[0], limit, *_OPTIONS[1:])):
             result = option(result)
         return result

@@ -39,7 +39,8 @@ class GraphDevice(Protocol):
     """What a device must be able to do to record and replay."""
 
     def warm_up(self, run: Callable[[], Tensor]) -> None:
-        """Call `run` as a recording would, so that nothing is initialised or chosen while one is made."""
+        """Call `run` as a recording would, so that nothing is initialised or chosen while one is made. It raises where
+        `run` waits for the device, which would spoil a recording."""
 
     def capture(self, run: Callable[[], Tensor]) -> Graph:
         """Record the kernels that `run` launches."""
@@ -62,14 +63,21 @@ class CudaGraphDevice:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, run: Callable[[], Tensor]) -> None:
-        """On the stream that records, since libraries keep workspaces for each stream."""
+        """On the stream that records, since libraries keep workspaces for each stream. A second time with PyTorch's
+        check for operators that wait: after a recording that one of them has spoilt, its allocator is left in a state
+        meant for recordings."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                run()
-                run()
-            current.wait_stream(self._stream)
+            before = torch.cuda.get_sync_debug_mode()
+            try:
+                with torch.cuda.stream(self._stream):
+                    run()
+                    torch.cuda.set_sync_debug_mode("error")
+                    run()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+                current.wait_stream(self._stream)
 
     def capture(self, run: Callable[[], Tensor]) -> Graph:
         """Record `run`; the current stream is the same afterwards, whatever happens."""
