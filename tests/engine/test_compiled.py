@@ -1,4 +1,4 @@
-"""torch.compile: the tokens are those of eager steps, no batch compiles anew, and a machine without a compiler says so."""
+"""torch.compile: tokens are those of eager steps, no batch compiles anew, a machine without a compiler says so."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokens(llm, lengths):
 
 @pytest.fixture(scope="module")
 def compiled_and_eager(tiny_checkpoint):
-    options = dict(device="cpu", dtype="float32", max_num_seqs=6, use_tqdm_on_load=False, plugins="*,-torchplug-trace")
+    options = {"device": "cpu", "dtype": "float32", "max_num_seqs": 6, "use_tqdm_on_load": False}
     with LLM(tiny_checkpoint, compile=True, **options) as compiled, LLM(tiny_checkpoint, **options) as eager:
         yield compiled, eager
 
@@ -82,7 +82,9 @@ def test_weights_of_a_compiled_model_stay_plain(compiled_and_eager):
     for module in compiled.model.module.modules():
         if isinstance(module, Linear):
             assert not module.weight.is_mkldnn and module._product is nn.functional.linear
-    packed = [module for module in eager.model.module.modules() if isinstance(module, Linear) and module.weight.is_mkldnn]
+    packed = [
+        module for module in eager.model.module.modules() if isinstance(module, Linear) and module.weight.is_mkldnn
+    ]
     assert packed or not torch.backends.mkldnn.is_available()
 
 
@@ -112,7 +114,9 @@ class Broken(nn.Module):
 
 def test_a_model_that_cannot_be_compiled_is_named():
     forward = CompiledForward(Broken())
-    with pytest.raises(PluginError, match="Broken: torch.compile failed: ValueError: planted\n  fix: leave out --compile"):
+    with pytest.raises(
+        PluginError, match=r"Broken: torch\.compile failed: ValueError: planted\n  fix: leave out --compile"
+    ):
         forward.compile(lambda size: (torch.zeros(size, dtype=torch.int64),) * 2, lambda done, total: None)
 
 
@@ -144,3 +148,20 @@ def test_progress_is_told_before_and_after_each_compilation():
     with torch.inference_mode():
         forward.compile(inputs, lambda done, total: seen.append((done, total)))
     assert seen == [(0, 2), (1, 2), (2, 2)] and sizes == [1, 3]
+
+
+@pytest.mark.cuda
+def test_on_cuda_float32_gives_the_tokens_of_eager_steps(tiny_checkpoint):
+    options = {"device": "cuda", "dtype": "float32", "max_num_seqs": 6, "use_tqdm_on_load": False}
+    with LLM(tiny_checkpoint, compile=True, **options) as compiled, LLM(tiny_checkpoint, **options) as eager:
+        for lengths in ([9], [2, 30, 5, 17]):
+            assert tokens(compiled, lengths) == tokens(eager, lengths)
+
+
+@pytest.mark.cuda
+def test_on_cuda_the_compiled_model_is_what_the_graphs_record(tiny_checkpoint):
+    options = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 6, "use_tqdm_on_load": False}
+    with LLM(tiny_checkpoint, compile=True, **options) as llm:
+        execution = llm.llm_engine.execution
+        assert "torch.compile; CUDA graphs for decode steps of 1, 2, 4, 6 requests" in execution, execution
+        assert tokens(llm, [2, 30, 5, 17]) == tokens(llm, [2, 30, 5, 17])

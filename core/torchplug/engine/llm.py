@@ -164,8 +164,9 @@ class LLM:
                 progress=progress,
             )
         self.model = loaded
-        doing = "compiling" if compile else "preparing"
-        with progress_bar(f"{doing} {checkpoint.name}", enabled=use_tqdm_on_load) as progress:
+        slow = compile or loaded.device.type == "cuda"
+        doing = "compiling" if compile else "recording decode steps of"
+        with progress_bar(f"{doing} {checkpoint.name}", enabled=use_tqdm_on_load and slow) as progress:
             self._engine: LLMEngine | None = LLMEngine(loaded, tokenizer, seed=seed, progress=progress)
         if use_tqdm_on_load and sys.stderr.isatty():
             print(self._engine.kv_cache, self._engine.execution, sep="\n", file=sys.stderr)

@@ -79,7 +79,8 @@ class LLMEngine:
             padding=graphs is not None,
         )
         if graphs is not None and not self.kv_cache.padding_block:
-            graphs, self._why_no_graphs = None, "attention plans its steps on the host"
+            why = "attention plans its steps on the host" if self.kv_cache.groups else "no layer has a cache of ours"
+            graphs, self._why_no_graphs = None, why
         self._graphs = graphs
         compiling = config.compilation_config.mode is CompilationMode.STOCK_TORCH_COMPILE
         self._compiled = CompiledForward(model.module) if compiling else None
