@@ -117,7 +117,7 @@ REQUESTS = st.lists(st.tuples(PROMPT, st.integers(1, 12)), min_size=1, max_size=
     st.data(),
     REQUESTS,
     st.sampled_from(WINDOWS),
-    st.sampled_from([1, 2, 4, 16]),
+    st.sampled_from([1, 2, 4, 16, 64]),
     st.integers(1, 5),
     st.sampled_from([1, 3, 8, 40]),
     st.booleans(),
@@ -153,7 +153,7 @@ def test_nothing_changes_a_requests_tokens(
     engine.close()
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", [2, 4, 16])
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
 def test_prompts_around_a_block_alone_and_together_cold_and_warm(models, engine_of, check, windows, block_size):
     module = models[windows]

@@ -82,7 +82,7 @@ def generate(
         raise click.UsageError("--system is a message of a conversation; --raw has none")
     params = choices.sampling_params(logprobs=logprobs)
     texts = [_standard_input() if prompt == "-" else prompt for prompt in prompts]
-    with choices.open_llm() as llm:
+    with choices.loading.open_llm() as llm:
         requests = [_prompt(llm, text, choices.system, raw) for text in texts]
         if as_json:
             outputs = llm.generate(requests, params, use_tqdm=False)
@@ -96,12 +96,12 @@ def _answer_file(context: click.Context, choices: Choices, source: Path, target:
     from torchplug.engine.progress import progress_bar
 
     choices.sampling_params(logprobs=logprobs)  # refused now, not in every line
-    batch = BatchFile(source, target, defaults={**choices.sampling, "logprobs": logprobs}, model=choices.model)
+    batch = BatchFile(source, target, defaults={**choices.sampling, "logprobs": logprobs}, model=choices.loading.model)
     tally = batch.tally
     try:
         with batch.open():
             if tally.done < tally.total:
-                with choices.open_llm() as llm, progress_bar("answering", enabled=True) as progress:
+                with choices.loading.open_llm() as llm, progress_bar("answering", enabled=True) as progress:
                     most = 4 * llm.model.vllm_config.scheduler_config.max_num_seqs
                     progress(tally.done, tally.total)
                     for _ in batch.run(llm, most_in_flight=most):

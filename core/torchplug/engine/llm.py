@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from torchplug.config import size_problems
 from torchplug.engine.outputs import RequestOutput
 from torchplug.engine.progress import progress_bar
 from torchplug.engine.prompts import Prompt, split_prompts
@@ -54,6 +55,19 @@ _NOT_SERVED: Final[dict[str, Any]] = {
     "limit_mm_per_prompt": None,
     "pooler_config": None,
     "structured_outputs_config": None,
+    "allowed_media_domains": None,
+    "attention_config": None,
+    "profiler_config": None,
+    "quantization_config": None,
+    "spec_method": None,
+    "spec_model": None,
+    "spec_tokens": None,
+    "offload_group_size": 0,
+    "offload_num_in_group": 1,
+    "offload_prefetch_step": 1,
+    "offload_params": None,
+    "enable_return_routed_experts": False,
+    "return_sampling_mask": False,
     "compilation_config": None,
     "speculative_config": None,
     "enable_lora": False,
@@ -64,14 +78,22 @@ _NOT_SERVED: Final[dict[str, Any]] = {
     "load_format": "auto",
     "max_logprobs": None,
     "logits_processors": None,
-    "block_size": None,
+    "num_gpu_blocks_override": None,
     "disable_log_stats": True,
     "generation_config": "vllm",
     "distributed_executor_backend": None,
 }
 """vLLM's other arguments, with the value that means what this version does anyway: any other value is an error."""
 
+_INSTEAD: Final = {
+    "gpu_memory_utilization": "leave it out, or give kv_cache_gib",
+    "num_gpu_blocks_override": "leave it out, or give kv_cache_gib",
+    "tokenizer": "leave it out: the checkpoint's own is used",
+    "chat_template": "leave it out, or give it to LLM.chat",
+}
+
 _MAX_NUM_BATCHED_TOKENS: Final = 2048
+_BLOCK_SIZE: Final = 16
 
 
 class LLM:
@@ -88,10 +110,13 @@ class LLM:
         max_model_len: Longest prompt and output together, in tokens; None: what the checkpoint says.
         max_num_seqs: Most requests that run at once.
         max_num_batched_tokens: Most tokens in one step; longer prompts are read in chunks.
+        block_size: Tokens of a block of the KV cache; None: 16.
         enable_prefix_caching: Keep what prompts have in common in the cache; None: True.
         kv_cache_memory_bytes: Most bytes of the KV cache; None: a share of what is free after loading.
+        kv_cache_gib: The same in GiB (2**30 bytes); give one of the two.
         seed: For the draws of requests without a seed of their own.
-        use_tqdm_on_load: Show progress while weights load, where standard error is a terminal.
+        use_tqdm_on_load: Show progress while weights load, where standard error is a terminal, and print the size of
+            the KV cache and how many requests it has room for to standard error.
         plugins: Which distributions' plugins take part, e.g. "*,-foo"; None reads TORCHPLUG_PLUGINS.
         owners: Architecture to distribution, where more than one offers it.
 
@@ -111,8 +136,10 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int | None = None,
+        block_size: int | None = None,
         enable_prefix_caching: bool | None = None,
         kv_cache_memory_bytes: int | None = None,
+        kv_cache_gib: float | None = None,
         seed: int | None = 0,
         use_tqdm_on_load: bool = True,
         plugins: str | None = None,
@@ -124,14 +151,15 @@ class LLM:
         if enable_prefix_caching not in (None, True, False):
             says = f"expected True, False or None, got {enable_prefix_caching!r}"
             problems.append(Problem("enable_prefix_caching", says, "correct enable_prefix_caching"))
-        for name, value in (
-            ("max_model_len", max_model_len),
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("kv_cache_memory_bytes", kv_cache_memory_bytes),
-        ):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                problems.append(Problem(name, f"expected an integer of at least 1, got {value!r}", f"correct {name}"))
+        problems += size_problems(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+        )
+        if kv_cache_gib is not None:
+            problems += _gib_problems(kv_cache_gib, kv_cache_memory_bytes)
         if problems:
             raise RequestError("LLM(...)", problems)
 
@@ -151,13 +179,14 @@ class LLM:
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS,
+                block_size=block_size or _BLOCK_SIZE,
                 enable_prefix_caching=enable_prefix_caching is not False,
-                kv_cache_memory_bytes=kv_cache_memory_bytes,
+                kv_cache_memory_bytes=kv_cache_memory_bytes if kv_cache_gib is None else int(kv_cache_gib * 2**30),
                 progress=progress,
             )
         self.model = loaded
         self._engine: LLMEngine | None = LLMEngine(loaded, tokenizer, seed=seed)
-        if use_tqdm_on_load and sys.stderr.isatty():
+        if use_tqdm_on_load:
             print(self._engine.kv_cache, file=sys.stderr)
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
@@ -388,6 +417,15 @@ def _at(what: str, index: int, error: RequestError) -> list[Problem]:
     ]
 
 
+def _gib_problems(gib: Any, memory_bytes: Any) -> list[Problem]:
+    if memory_bytes is not None:
+        return [Problem("kv_cache_gib", "kv_cache_memory_bytes says the same in bytes", "give one of the two")]
+    if not isinstance(gib, (int, float)) or isinstance(gib, bool) or not 0 < gib < 2**33:
+        says = f"expected a number of GiB above 0, got {gib!r:.80}"
+        return [Problem("kv_cache_gib", says, "correct kv_cache_gib, e.g. 0.5")]
+    return []
+
+
 def _argument_problems(others: Mapping[str, Any], names: Sequence[str]) -> list[Problem]:
     problems = []
     for name, value in others.items():
@@ -396,7 +434,8 @@ def _argument_problems(others: Mapping[str, Any], names: Sequence[str]) -> list[
             fix = f"did you mean {close[0]!r}?" if close else f"the names are model, {', '.join(names)}"
             problems.append(Problem(name, "no such argument", fix))
         elif value is not None and value != _NOT_SERVED[name]:
-            problems.append(Problem(name, f"not served by this version, got {value!r}", "leave it out"))
+            fix = _INSTEAD.get(name, "leave it out")
+            problems.append(Problem(name, f"not served by this version, got {value!r:.80}", fix))
     return problems
 
 
