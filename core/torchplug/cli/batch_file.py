@@ -224,11 +224,11 @@ def _fields(line: bytes) -> dict[str, Any]:
 
 
 def _prompt(llm: LLM, fields: Mapping[str, Any]) -> Prompt:
+    from torchplug.engine.prompts import chat_prompt
+
     if fields.get("messages") is None:
         return {key: fields[key] for key in ("prompt", "prompt_token_ids") if fields.get(key) is not None}
-    tokenizer = llm.get_tokenizer()
-    text = tokenizer.render_chat(fields["messages"], add_generation_prompt=True)
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    return chat_prompt(llm.get_tokenizer(), fields["messages"])
 
 
 def _answer(output: RequestOutput) -> dict[str, Any]:

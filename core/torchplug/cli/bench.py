@@ -202,7 +202,11 @@ _START: Final = """
 import json, random, sys, time
 times = {"started": time.time()}
 from torchplug import LLM, SamplingParams, TorchplugError
-import torch
+from torchplug.host.torch_import import import_torch
+try:
+    import_torch()
+except TorchplugError as error:
+    sys.exit(str(error))
 times["imported"] = time.time()
 task = json.loads(sys.argv[1])
 try:

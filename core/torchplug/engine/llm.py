@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from torchplug.config import size_problems
 from torchplug.engine.outputs import RequestOutput
 from torchplug.engine.progress import progress_bar
-from torchplug.engine.prompts import Prompt, split_prompts
+from torchplug.engine.prompts import CHAT_NOT_SERVED, Prompt, chat_prompt, refuse_others, split_prompts
 from torchplug.engine.sampling_params import RequestOutputKind, SamplingParams
 from torchplug.errors import Problem, RequestError
 
@@ -163,6 +163,9 @@ class LLM:
         if problems:
             raise RequestError("LLM(...)", problems)
 
+        from torchplug.host.torch_import import import_torch
+
+        import_torch()
         from torchplug.engine.llm_engine import LLMEngine
         from torchplug.engine.tokenizer import Tokenizer
         from torchplug.host import Host
@@ -235,7 +238,7 @@ class LLM:
             RequestError: Naming the prompts that are not acceptable, before anything runs; or an argument that is not
                 served.
         """
-        _refuse_others("LLM.generate", others, ("lora_request", "priority", "tokenization_kwargs", "prompt_type"))
+        refuse_others("LLM.generate", others, ("lora_request", "priority", "tokenization_kwargs", "prompt_type"))
         return self._run(split_prompts(prompts), sampling_params, bool(use_tqdm))
 
     def chat(
@@ -264,25 +267,25 @@ class LLM:
         Raises:
             RequestError: As `generate`; and what the template refuses.
         """
-        _refuse_others(
-            "LLM.chat",
-            others,
-            ("lora_request", "chat_template_content_format", "continue_final_message", "mm_processor_kwargs"),
-        )
+        refuse_others("LLM.chat", others, CHAT_NOT_SERVED)
         tokenizer = self.get_tokenizer()
-        one = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+            says = f"expected a conversation or a list of conversations, got {type(messages).__name__}"
+            raise RequestError("LLM.chat", Problem("messages", says, 'pass [{"role": "user", "content": "..."}]'))
+        one = bool(messages) and isinstance(messages[0], Mapping)
         prompts: list[Prompt] = []
         problems: list[Problem] = []
         for index, conversation in enumerate([messages] if one else messages):
             try:
-                text = tokenizer.render_chat(
+                prompt = chat_prompt(
+                    tokenizer,
                     conversation,  # type: ignore[arg-type]
                     add_generation_prompt=add_generation_prompt,
                     chat_template=chat_template,
                     tools=tools,
-                    **(chat_template_kwargs or {}),
+                    chat_template_kwargs=chat_template_kwargs,
                 )
-                prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+                prompts.append(prompt)
             except RequestError as error:
                 problems += error.problems if one else _at("conversation", index, error)
         if problems:
@@ -437,14 +440,3 @@ def _argument_problems(others: Mapping[str, Any], names: Sequence[str]) -> list[
             fix = _INSTEAD.get(name, "leave it out")
             problems.append(Problem(name, f"not served by this version, got {value!r:.80}", fix))
     return problems
-
-
-def _refuse_others(where: str, others: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Arguments of vLLM's method that are not served may be None; names that nobody knows are an error."""
-    problems = [
-        Problem(name, "not served by this version" if name in known else "no such argument", "leave it out")
-        for name, value in others.items()
-        if name not in known or value is not None
-    ]
-    if problems:
-        raise RequestError(where, problems)

@@ -21,7 +21,8 @@ from torchplug.engine.sampler import Sampler, SamplingState, token_logprobs
 from torchplug.engine.sampling_params import SamplingParams
 from torchplug.engine.scheduler import Scheduled, Scheduler
 from torchplug.engine.step_memory import check_step_memory
-from torchplug.errors import PluginError, Problem, RequestError
+from torchplug.errors import PluginError, Problem, RequestError, TorchplugError
+from torchplug.host.blame import RUNNING, lacks_memory, no_memory
 
 if TYPE_CHECKING:
     from torchplug.engine.tokenizer import Tokenizer
@@ -70,6 +71,7 @@ class LLMEngine:
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             embedding=lambda: model.hooks.embed_input_ids if self._wrappers else None,
+            subject=model.subject,
         )
         self._blocks = BlockManager(
             [(group.window, group.num_blocks) for group in self.kv_cache.groups],
@@ -249,8 +251,12 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns what it changed, for each request as its `output_kind` wants it.
 
-        An exception from the model propagates. The running requests are dropped then, since what they have cached can
-        no longer be trusted; waiting ones stay.
+        After an error the running requests are gone, since what they have cached can no longer be trusted; waiting ones
+        stay, their blocks are free, and the next step goes on with them.
+
+        Raises:
+            PluginError: A method of the model failed, or (a ContractError) gave what cannot be used.
+            DeviceError: There was not enough memory.
         """
         batch: list[Scheduled] = []
         self._follow_wrappers()
@@ -289,6 +295,8 @@ class LLMEngine:
             self._scheduler.reset_cache()  # a prefix may have been registered that was never computed
             if isinstance(error, Exception):
                 error.add_note(f"torchplug: in a step of {len(batch)} requests; dropped: {', '.join(lost)}")
+                if lacks_memory(error) and not isinstance(error, TorchplugError):
+                    raise no_memory(self.model.subject, error, RUNNING) from error
             raise
 
     def close(self) -> None:

@@ -249,7 +249,7 @@ class _Check:
                 or token_id < 0
                 or not isinstance(bias, Real)
                 or isinstance(bias, bool)
-                or not -100 <= bias <= 100
+                or not -100 <= bias <= 100  # type: ignore[operator]
             ):
                 self._refuse(name, "a dict of token ids to numbers in [-100, 100]")
                 return

@@ -139,11 +139,12 @@ def _pay_for_items(value: Any) -> Any:
 def _meter(tree: nodes.Template) -> None:
     """Rewrite a syntax tree so that it pays."""
     # What is found is collected first: what is put in must not be found.
-    blocks = [(each, _cost(each.body)) for each in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))]
+    bodies: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
+    costs = [_cost(each.body) for each in bodies]
     outputs, concatenations = list(tree.find_all(nodes.Output)), list(tree.find_all(nodes.Concat))
     comparisons = list(tree.find_all(nodes.Compare))
     slices = [each for each in tree.find_all(nodes.Getitem) if isinstance(each.arg, nodes.Slice)]
-    for block, cost in blocks:
+    for block, cost in zip(bodies, costs, strict=True):
         units = nodes.Const(cost, lineno=block.lineno)
         block.body.insert(0, nodes.ExprStmt(_called("pay", units), lineno=block.lineno))
         if isinstance(block, nodes.For) and block.test is not None:
@@ -177,7 +178,7 @@ def _cost(body: Iterable[nodes.Node]) -> int:
     return units
 
 
-def _paying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _paying(name: str, function: Any) -> Callable[..., Any]:
     """A filter or test that pays; its first argument may be jinja2's context, which weighs nothing."""
 
     @wraps(function)
@@ -263,7 +264,7 @@ def _weight(value: Any, most: int | None = None) -> int:
             stack += one.keys()
             stack += one.values()
         elif isinstance(one, (list, tuple, MappingView)):
-            stack += one
+            stack += list(one)  # type: ignore[arg-type]
         elif isinstance(one, Namespace):
             stack.append(one._Namespace__attrs)
     return total

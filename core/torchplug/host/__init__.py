@@ -49,6 +49,9 @@ class Host:
             PluginError: nobody or more than one offers it, or its import failed.
             ContractError: with every problem of the class.
         """
+        from torchplug.host.torch_import import import_torch
+
+        import_torch()
         from torchplug.host.contracts import inspect_class
         from torchplug.host.importing import import_object, subject_of
         from torchplug.host.model import ModelClass
@@ -117,6 +120,9 @@ class Host:
             PluginError: nobody owns the architecture, or the owner is broken.
             DeviceError: the device or dtype is not there.
         """
+        from torchplug.host.torch_import import import_torch
+
+        import_torch()
         from torchplug import config
         from torchplug.errors import RequestError
         from torchplug.host.checkpoint import Checkpoint, open_checkpoint
