@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -72,6 +73,40 @@ def test_raw_continues_the_prompt_and_system_is_a_message(run, llm):
 
 def test_a_dash_reads_the_prompt_from_standard_input(run, llm):
     assert run("generate", "-", stdin=f"{QUESTION}\n").stdout == line(answer(llm, QUESTION))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "code", "says"),
+    [
+        (["-", "-"], "x", 2, "standard input can be read once"),
+        (["-"], "", 1, "torchplug: standard input: is empty"),
+        (["-"], " \n", 1, "torchplug: standard input: is empty"),
+        (["-"], b"caf\xe9", 1, "torchplug: standard input: is not utf-8 text: byte 3 is 0xe9"),
+    ],
+)
+def test_standard_input_that_is_no_prompt_is_told_before_loading(run, monkeypatch, arguments, stdin, code, says):
+    monkeypatch.setattr(LLM, "__init__", lambda *_, **__: pytest.fail("a model was loaded"))
+    result = run("generate", *arguments, stdin=stdin)
+    assert result.exit_code == code and says in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_models_failure_names_the_plugin_and_its_line(run, monkeypatch, debug):
+    from torchplug_models.llama import LlamaForCausalLM
+
+    def fail(self, hidden_states):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(LlamaForCausalLM, "compute_logits", fail)
+    if debug:
+        monkeypatch.setenv("TORCHPLUG_DEBUG", "1")
+    for command, stdin in (("generate", None), ("chat", "of\n")):
+        result = run(*([command, QUESTION] if stdin is None else [command]), stdin=stdin)
+        assert result.exit_code == 1
+        assert "torchplug: plugin 'LlamaForCausalLM' (torchplug==" in result.stderr
+        assert re.search(r"compute_logits \(.*test_generate_chat.py:\d+\)", result.stderr)
+        assert "ZeroDivisionError: planted" in result.stderr and f"see {__file__}:" in result.stderr
+        assert ("Traceback (most recent call last)" in result.stderr) is debug
 
 
 def test_several_prompts_are_answered_in_their_order(run, llm):

@@ -101,6 +101,19 @@ def test_bad_prompts_are_named_by_index_before_anything_runs(llm, monkeypatch):
         ),
         (lambda llm: llm.generate("a", sampling_param=1), "LLM.generate: sampling_param: no such argument"),
         (lambda llm: llm.chat(CHAT, continue_final_message=True), "continue_final_message: not served by this version"),
+        (
+            lambda llm: llm.chat(None),
+            "LLM.chat: messages: expected a conversation or a list of conversations, got None",
+        ),
+        (lambda llm: llm.chat("hello"), "expected a conversation or a list of conversations, got str"),
+        (lambda llm: llm.chat([None]), "conversation 0: messages: expected a list of messages, got NoneType"),
+        (lambda llm: llm.chat(CHAT, chat_template_kwargs="x"), "chat_template_kwargs: expected a dict of variables"),
+        (lambda llm: llm.chat(CHAT, chat_template_kwargs={3: 4}), "chat_template_kwargs: expected a dict of variables"),
+        (lambda llm: llm.chat(CHAT, chat_template_kwargs={"messages": []}), "'messages' is given otherwise"),
+        (lambda llm: llm.chat(CHAT, chat_template_kwargs={"tools": []}), "'tools' is given otherwise"),
+        (lambda llm: llm.chat(CHAT, add_generation_prompt="no"), "add_generation_prompt: expected True or False"),
+        (lambda llm: llm.chat(CHAT, tools={"name": "f"}), "tools: expected a list of schemas, got dict"),
+        (lambda llm: llm.chat(CHAT, chat_template=3), "expected Jinja source, got int"),
     ],
 )
 def test_arguments_of_a_call_that_are_not_served_are_refused(llm, call, says):

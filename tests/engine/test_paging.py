@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchplug.engine.sampling_params import SamplingParams
-from torchplug.errors import RequestError
+from torchplug.errors import PluginError, RequestError
 
 torch.set_num_threads(1)
 
@@ -359,7 +359,7 @@ def test_a_failed_step_leaves_nothing_in_the_cache(tiny_model, engine_of, check)
     engine.add_request("a", list(range(9)), greedy(3))
     engine.add_request("b", list(range(9)), greedy(3))
     module.fail_at = 1
-    with pytest.raises(RuntimeError, match="planted"):
+    with pytest.raises(PluginError, match="RuntimeError: planted"):
         engine.step()
     module.fail_at = None
     assert engine.num_held_blocks == 0 and engine._blocks.pools[0].num_findable == 0
