@@ -142,11 +142,11 @@ def test_layers_of_a_step_share_a_plan_and_groups_do_not():
     context = twins.context({"a": 3})
     other = BlockLayout(context.slot_mapping + 1, context.block_tables + 1, ())
     context = ForwardContext(*(getattr(context, name) for name in ForwardContext.__slots__[:8]), (other,))
-    query = twins.rows(3)[0]
-    plan = first.plan_step(context, query, None, 16, group=0, cached=True)
-    assert second.plan_step(context, query, None, 16, group=0, cached=True) is plan
-    assert plan.window == (-1, 0) and first.plan_step(context, query, 5, 16, group=0, cached=True).window == (4, 0)
-    grouped = first.plan_step(context, query, None, 16, group=1, cached=True)
+    (query, key, value), cache = twins.rows(3), twins.layers[1].kv_cache
+    plan = first.plan_step(context, query, key, value, cache, None, group=0)
+    assert second.plan_step(context, query, key, value, cache, None, group=0) is plan
+    assert plan.window == (-1, 0) and first.plan_step(context, query, key, value, cache, 5, group=0).window == (4, 0)
+    grouped = first.plan_step(context, query, key, value, cache, None, group=1)
     assert grouped.write is other.slot_mapping and grouped.block_table is other.block_tables
 
 
@@ -188,7 +188,7 @@ def test_without_a_step_or_a_cache_a_layer_attends_by_the_reference():
         found = layer(*rows)
         torch.testing.assert_close(found, reference(*rows))
     with pytest.raises(RuntimeError, match="without one"):
-        layer.backend.plan_step(context, rows[0], None, 16, group=0, cached=False)
+        layer.backend.plan_step(context, *rows, None, None, group=0)
 
 
 # -- the choice ------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_flash_attention_3_is_given_no_key_offsets(ampere, monkeypatch):
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
     backend = choice(ampere).backend
     twins = Twins("cpu")
-    plan = backend.plan_step(twins.context({"a": 3}), twins.rows(3)[0], None, 16, group=0, cached=True)
+    plan = backend.plan_step(twins.context({"a": 3}), *twins.rows(3), twins.layers[1].kv_cache, None, group=0)
     assert plan.cu_seq_k is None
 
 
@@ -262,8 +262,8 @@ def test_the_kernel_is_called_as_pytorch_declares_it():
     layer = SimpleNamespace(backend=varlen.VarlenBackend(lambda *args, **more: calls.append((args, more)) or args[0]))
     twins = Twins("cpu")
     context = twins.context({"a": 2})
-    query, key, value = twins.rows(2)
-    plan = layer.backend.plan_step(context, query, None, 16, group=0, cached=True)
+    (query, key, value), cache = twins.rows(2), twins.layers[1].kv_cache
+    plan = layer.backend.plan_step(context, query, key, value, cache, None, group=0)
     layer.backend.attend(query, key, value, twins.layers[1].kv_cache, plan, 2, 8, 0.5)
     ((args, more),) = calls
     inspect.signature(real).bind(*args, **more)

@@ -116,12 +116,10 @@ class Attention(nn.Module):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`forward`, also where it is called from a compiled graph."""
-        context, cached = get_forward_context(), self.kv_cache is not None
+        context = get_forward_context()
         # The reference attends what the batch itself holds; every other backend reads the cache.
-        backend = self.backend if cached and context is not None else sdpa
-        plan = backend.plan_step(
-            context, query, self.sliding_window, key.shape[1], group=self.cache_group, cached=cached
-        )
+        backend = sdpa if context is None or self.kv_cache is None else self.backend
+        plan = backend.plan_step(context, query, key, value, self.kv_cache, self.sliding_window, group=self.cache_group)
         return backend.attend(query, key, value, self.kv_cache, plan, self.num_kv_heads, self.head_size, self.scale)
 
     def extra_repr(self) -> str:

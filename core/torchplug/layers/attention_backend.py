@@ -40,11 +40,12 @@ class AttentionBackend(Protocol):
         self,
         context: ForwardContext | None,
         query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: tuple[Tensor, Tensor] | None,
         window: int | None,
-        key_width: int,
         *,
         group: int,
-        cached: bool,
     ) -> Any:
         """What the layers with this window and cache group do in this step; made by the first that asks, shared by the
         others. Arguments as in `sdpa.plan_step`."""

@@ -121,14 +121,15 @@ class VarlenBackend:
         self,
         context: ForwardContext | None,
         query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: tuple[Tensor, Tensor] | None,
         window: int | None,
-        key_width: int,
         *,
         group: int,
-        cached: bool,
     ) -> StepPlan:
         """The plan for `context`. Nothing here reads lengths or blocks on the host, so a CUDA graph may hold it."""
-        if context is None or not cached:
+        if context is None or kv_cache is None:
             raise RuntimeError("varlen attention reads the cache: without one, the layer attends by sdpa")
         latest = _latest
         if latest.context is not context:
