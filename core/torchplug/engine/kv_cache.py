@@ -1,7 +1,8 @@
 """The KV cache of all attention layers, in blocks: how many there are, what they cost, and their memory.
 
 Layers with the same sliding window keep and drop the same tokens, so they form a group with block ids of its own; a
-model of one kind of layer has one group. Memory is divided so that every group holds the same number of requests.
+model of one kind of layer has one group. Recurrent layers keep a slot per request beside the blocks. Memory is divided
+so that every group, and the state slots, hold the same number of requests.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torchplug.engine.cache_memory import default_cache_bytes
 from torchplug.errors import DeviceError, Problem
@@ -18,6 +19,8 @@ from torchplug.layers.attention import Attention, allocate_kv_cache
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from torchplug.engine.state_pool import StatePool
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +44,13 @@ class CacheGroup:
     num_blocks: int
 
 
+SNAPSHOTS_PER_REQUEST: Final = 3
+"""State slots beside a request's own, for snapshots, where memory allows: one at the end of its prompt, one that goes
+along as it decodes, one of a prefix that others share."""
+
+
 class PagedCache:
-    """Caches of the `Attention` layers of a module.
+    """Caches of the `Attention` layers of a module, and the slots of its recurrent ones.
 
     On CPU the memory is taken from the system as blocks are written, not at once.
 
@@ -55,16 +63,20 @@ class PagedCache:
         max_num_batched_tokens: Most tokens in one step, which a sliding layer keeps beside its window.
         max_model_len: Most tokens of a request.
         memory_bytes: Most bytes; None: `default_cache_bytes`.
+        states: Of the module's recurrent layers, without memory yet; None where it has none.
+        snapshots: Whether states are kept for later requests.
 
     Attributes:
         groups: Empty where the module has no attention layer of ours.
+        states: As given, with its memory.
         block_size: As given.
-        num_bytes: Of all blocks.
+        num_bytes: Of all blocks and state slots.
         max_tokens: Longest request that fits; max_model_len unless memory is short.
+        max_num_seqs: As given; less where memory holds fewer states.
         concurrency: Requests of `max_tokens` that fit at once, at most max_num_seqs.
 
     Raises:
-        DeviceError: The memory is not there, or too small for one block of each layer.
+        DeviceError: The memory is not there, or too small for one block of each layer and one state.
     """
 
     def __init__(
@@ -78,9 +90,13 @@ class PagedCache:
         max_num_batched_tokens: int,
         max_model_len: int,
         memory_bytes: int | None = None,
+        states: StatePool | None = None,
+        snapshots: bool = False,
     ) -> None:
         self.block_size = block_size
+        self.states = states
         self.max_tokens = max_model_len
+        self.max_num_seqs = max_num_seqs
         self.concurrency = float(max_num_seqs)
         self._layers = [layer for layer in module.modules() if isinstance(layer, Attention)]
         by_window: dict[int | None, list[Attention]] = {}
@@ -100,50 +116,67 @@ class PagedCache:
             return min(whole, kept)
 
         def cost(num_tokens: int) -> int:
-            return sum(blocks(window, num_tokens) * costs[window] for window in by_window)
+            return sum(blocks(window, num_tokens) * costs[window] for window in by_window) + states_per_request * slot
 
         shares = dict.fromkeys(by_window, 0)
-        if by_window:
+        slot = 0 if states is None else states.slot_bytes
+        states_per_request = 1 + SNAPSHOTS_PER_REQUEST if snapshots else 1
+        num_states = 0
+        if by_window or states is not None:
             memory = default_cache_bytes(device) if memory_bytes is None else memory_bytes
+            if memory < cost(max_model_len):
+                states_per_request = 1
             if memory < cost(max_model_len):
                 self.max_tokens = _largest(lambda n: cost(n * block_size) <= memory, -(-max_model_len // block_size))
                 self.max_tokens = min(self.max_tokens * block_size, max_model_len)
                 if not self.max_tokens:
-                    raise _no_memory(
-                        device,
-                        f"{memory} bytes do not hold one block of {block_size} tokens in {len(self._layers)} layers "
-                        f"({cost(1)} bytes)",
-                    )
+                    raise _no_memory(device, f"{memory} bytes do not hold {self._least(states)} ({cost(1)} bytes)")
             self.concurrency = min(float(max_num_seqs), memory / cost(self.max_tokens))
             shares = {window: int(blocks(window, self.max_tokens) * self.concurrency) for window in by_window}
+            if states is not None:
+                num_states = int(states_per_request * self.concurrency)
+                # Where memory is short, requests and snapshots share it.
+                self.max_num_seqs = min(max_num_seqs, max(1, num_states // min(states_per_request, 2)))
+                self.concurrency = min(self.concurrency if by_window else float(max_num_seqs), self.max_num_seqs)
         self.groups = tuple(
             CacheGroup(window, tuple(layers), costs[window], blocks(window, self.max_tokens), shares[window])
             for window, layers in by_window.items()
         )
-        self.num_bytes = sum(group.num_blocks * group.block_bytes for group in self.groups)
-        self._allocate(dtype, device)
-        if self.groups:
+        self.num_bytes = sum(group.num_blocks * group.block_bytes for group in self.groups) + num_states * slot
+        self._allocate(dtype, device, num_states)
+        if self.groups or states is not None:
             _log.info("%s", self)
 
     def __str__(self) -> str:
+        room = f"room for {self.concurrency:.1f} requests"
         if not self.groups:
-            return "KV cache: none"
+            return "KV cache: none" if self.states is None else f"State: {self.states}, {room} at once; no KV cache"
         blocks = " + ".join(
             str(group.num_blocks) + ("" if group.window is None else f" (window {group.window})")
             for group in self.groups
         )
+        block_bytes = sum(group.num_blocks * group.block_bytes for group in self.groups)
+        states = "" if self.states is None else f"; state: {self.states}"
         return (
-            f"KV cache: {self.num_bytes / 2**30:.2f} GiB in {blocks} blocks of {self.block_size} tokens, "
-            f"room for {self.concurrency:.1f} requests of {self.max_tokens} tokens at once"
+            f"KV cache: {block_bytes / 2**30:.2f} GiB in {blocks} blocks of {self.block_size} tokens{states}, "
+            f"{room} of {self.max_tokens} tokens at once"
         )
 
     def clear(self) -> None:
         """Give all memory back."""
         for layer in self._layers:
             layer.kv_cache = None
+        if self.states is not None:
+            self.states.clear()
 
-    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+    def _least(self, states: StatePool | None) -> str:
+        block = f"one block of {self.block_size} tokens in {len(self._layers)} layers" if self._layers else ""
+        return " and ".join(filter(None, (block, "" if states is None else "the state of one request")))
+
+    def _allocate(self, dtype: torch.dtype, device: torch.device, num_states: int) -> None:
         try:
+            if self.states is not None:
+                self.states.allocate(self.max_num_seqs, num_states - self.max_num_seqs, device)
             for index, group in enumerate(self.groups):
                 for layer in group.layers:
                     layer.cache_group = index
@@ -152,7 +185,8 @@ class PagedCache:
                     )
         except (RuntimeError, MemoryError) as error:
             self.clear()
-            raise _no_memory(device, f"no memory for {self.num_bytes} bytes in {len(self._layers)} layers") from error
+            layers = len(self._layers) + (0 if self.states is None else len(self.states.layers))
+            raise _no_memory(device, f"no memory for {self.num_bytes} bytes in {layers} layers") from error
         except BaseException:
             self.clear()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,11 +21,15 @@ from torchplug.engine.runner import Runner
 from torchplug.engine.sampler import Sampler, SamplingState, token_logprobs
 from torchplug.engine.sampling_params import SamplingParams
 from torchplug.engine.scheduler import Scheduled, Scheduler
+from torchplug.engine.state_pool import StatePool
 from torchplug.errors import PluginError, Problem, RequestError
+from torchplug.host.recurrent_layers import copy_functions, declared_state, recurrent_layers
 
 if TYPE_CHECKING:
     from torchplug.engine.tokenizer import Tokenizer
     from torchplug.host.model import LoadedModel
+
+_log = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -47,6 +52,8 @@ class LLMEngine:
         self.max_model_len = config.model_config.max_model_len
         self.vocab_size: int | None = config.model_config.hf_text_config.get("vocab_size")
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        states = _state_pool(model)
+        snapshots = config.cache_config.enable_prefix_caching and states is not None and states.copies
         self.kv_cache = PagedCache(
             model.module,
             dtype=model.dtype,
@@ -56,24 +63,28 @@ class LLMEngine:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             memory_bytes=config.cache_config.kv_cache_memory_bytes,
+            states=states,
+            snapshots=snapshots,
         )
+        max_num_seqs = self.kv_cache.max_num_seqs
         self._runner = Runner(
             model.module,
             self.kv_cache,
             device=model.device,
-            max_num_seqs=limits.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             embedding=lambda: model.hooks.embed_input_ids if self._wrappers else None,
         )
         self._blocks = BlockManager(
             [(group.window, group.num_blocks) for group in self.kv_cache.groups],
             self.kv_cache.block_size,
-            prefix_caching=config.cache_config.enable_prefix_caching,
+            prefix_caching=config.cache_config.enable_prefix_caching and (states is None or snapshots),
             whole_above=self._runner.whole_above,
+            state_snapshots=states.num_snapshots if states is not None and snapshots else None,
         )
         self._scheduler = Scheduler(
             self._blocks,
-            limits.max_num_seqs,
+            max_num_seqs,
             limits.max_num_batched_tokens,
             whole_prefix=not self._runner.cached,
             whole_above=self._runner.whole_above,
@@ -226,8 +237,9 @@ class LLMEngine:
 
     @property
     def cache_usage(self) -> float:
-        """The share of cache blocks that requests hold, between 0 and 1."""
-        return self._blocks.usage
+        """The share of cache blocks that requests hold, or of state slots where that is more, between 0 and 1."""
+        rows = self.num_running / self.kv_cache.max_num_seqs if self.kv_cache.states is not None else 0.0
+        return max(self._blocks.usage, rows)
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats:
@@ -384,6 +396,22 @@ def _take_prompt_logprobs(batch: Sequence[Scheduled], logits: Tensor) -> Tensor:
             sampled.append(row)
             row += 1
     return logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)]
+
+
+def _state_pool(model: LoadedModel) -> StatePool | None:
+    """The states of a model's recurrent layers, without memory yet; None where it has none."""
+    layers = recurrent_layers(model.module)
+    if not layers:
+        return None
+    subject = f"model {type(model.module).__name__!r}"
+    spec = declared_state(model, model.vllm_config, subject)
+    copying = copy_functions(model, spec, subject)
+    if copying is None and model.vllm_config.cache_config.enable_prefix_caching:
+        _log.warning(
+            "%s has recurrent layers and does not claim SupportsMambaPrefixCaching: it runs without prefix caching",
+            type(model.module).__name__,
+        )
+    return StatePool(list(layers.values()), spec, copying, subject)
 
 
 def _eos_token_ids(model: LoadedModel, tokenizer: Tokenizer | None) -> frozenset[int]:
