@@ -1,0 +1,134 @@
+"""The Mamba-1 mixer: projection, convolution, selective scan, gate, projection.
+
+Source: Gu and Dao, Mamba, 2023, section 3.4 and figure 3; weight names as in transformers' MambaForCausalLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchplug.layers.conv import CausalConv1d
+from torchplug.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from torchplug.layers.norm import RMSNorm
+from torchplug.layers.recurrent import RecurrentLayer
+from torchplug.layers.selective_scan import selective_scan, selective_update
+from torchplug.layers.state_shapes import StateSettings, mamba1_state_shapes
+from torchplug.layers.state_step import state_step
+
+
+class MambaMixer(RecurrentLayer):
+    """What Mamba has in place of attention.
+
+    Args:
+        hidden_size: Size of the input and of the result.
+        intermediate_size: Channels of the scan.
+        state_size: Size of the state of one channel.
+        time_step_rank: Size of what the steps of all channels are projected from.
+        conv_kernel: Taps of the convolution.
+        settings: Dtypes and ranks of the state.
+        use_bias: Whether the outer projections have biases.
+        use_conv_bias: Whether the convolution has.
+        activation: Of the convolution's result and of the gate.
+        norm_eps: Normalise the time step, b and c before they are used (RMS, as FalconMamba and Jamba do), with this
+            added to the mean squares; None for not.
+        norm_weights: Whether these three norms have weights.
+
+    The state is (convolution [conv_kernel - 1, intermediate], state space [intermediate, state]). The scan is in
+    float32. `forward` takes and gives [num_tokens, hidden_size].
+    """
+
+    _decay: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        state_size: int,
+        time_step_rank: int,
+        conv_kernel: int = 4,
+        settings: StateSettings,
+        use_bias: bool = False,
+        use_conv_bias: bool = True,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+        norm_eps: float | None = None,
+        norm_weights: bool = False,
+    ) -> None:
+        super().__init__()
+        self._settings = settings
+        self._shapes = mamba1_state_shapes(
+            settings, intermediate_size=intermediate_size, state_size=state_size, conv_kernel=conv_kernel
+        )
+        self.intermediate_size = intermediate_size
+        self.state_size = state_size
+        self.activation = activation
+        self._widths = (time_step_rank, state_size, state_size)
+        self.in_proj = MergedColumnParallelLinear(hidden_size, (intermediate_size, intermediate_size), use_bias)
+        self.conv1d = CausalConv1d(intermediate_size, conv_kernel, use_conv_bias, activation)
+        self.x_proj = RowParallelLinear(intermediate_size, sum(self._widths))
+        self.dt_proj = ColumnParallelLinear(time_step_rank, intermediate_size, True)
+        self.A_log = nn.Parameter(torch.empty(intermediate_size, state_size, dtype=torch.float32), requires_grad=False)
+        self.D = nn.Parameter(torch.empty(intermediate_size, dtype=torch.float32), requires_grad=False)
+        self.norm_eps = norm_eps
+        if norm_weights and norm_eps is not None:
+            self.dt_layernorm, self.b_layernorm, self.c_layernorm = (RMSNorm(width, norm_eps) for width in self._widths)
+        self.norm_weights = norm_weights
+        self.out_proj = RowParallelLinear(intermediate_size, hidden_size, use_bias)
+        self.register_buffer("_decay", None, persistent=False)
+
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return self._shapes
+
+    def state_dtypes(self) -> tuple[torch.dtype, ...]:
+        return self._settings.dtypes
+
+    def process_weights_after_loading(self) -> None:
+        """Take the decay rates out of the logarithm in which they are stored."""
+        self._decay = -self.A_log.float().exp()
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        step = state_step(hidden_states)
+        if step.num_tokens == 0:
+            return torch.empty_like(hidden_states)
+        conv_state, ssm_state = (None, None) if self.state is None else self.state
+        x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
+        x = self.conv1d(x, conv_state, step)
+        dt, b, c = self._normed(self.x_proj(x).split(self._widths, dim=-1))
+        dt = F.softplus(self.dt_proj(dt).float())
+        x, b, c = x.float(), b.float(), c.float()
+        decay = -self.A_log.float().exp() if self._decay is None else self._decay
+
+        shape = (self.intermediate_size, self.state_size)
+        decoded = scanned = None
+        if step.decode is not None:
+            part = step.decode
+            state = part.slots.read(ssm_state, shape, torch.float32, x.device)
+            decoded = selective_update(
+                part.tokens.of(x), part.tokens.of(dt), decay, part.tokens.of(b), part.tokens.of(c), state
+            )
+            part.slots.write(ssm_state, state)
+        if step.prefill is not None:
+            part = step.prefill
+            state = part.slots.read(ssm_state, shape, torch.float32, x.device)
+            scanned, state = selective_scan(
+                part.tokens.of(x), part.tokens.of(dt), decay, part.tokens.of(b), part.tokens.of(c), state, part
+            )
+            part.slots.write(ssm_state, state)
+        out = step.join(decoded, scanned).addcmul_(x, self.D)
+        out.mul_(self.activation(gate.float()))
+        return self.out_proj(out.to(hidden_states.dtype))
+
+    def _normed(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self.norm_eps is None:
+            return parts
+        if self.norm_weights:
+            norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
+            return tuple(norm(part) for norm, part in zip(norms, parts, strict=True))
+        return tuple(F.rms_norm(part, part.shape[-1:], None, self.norm_eps) for part in parts)
+
+    def extra_repr(self) -> str:
+        return f"intermediate_size={self.intermediate_size}, state_size={self.state_size}"
