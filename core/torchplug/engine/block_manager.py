@@ -336,7 +336,8 @@ class BlockManager:
             offered = max(*own, kept) if own else self.snapshots.num_seen(request, most)
         if best >= offered:
             return None
-        if attention > best or not own:
+        # The one without which it would be longest.
+        if self.snapshots is not None and attention >= kept:
             return "state"
         return self._names[min(range(len(own)), key=own.__getitem__)]
 

@@ -23,7 +23,6 @@ from torchplug.engine.sampling_params import SamplingParams
 from torchplug.engine.scheduler import Scheduled, Scheduler
 from torchplug.engine.state_pool import StatePool
 from torchplug.errors import PluginError, Problem, RequestError
-from torchplug.host.recurrent_layers import copy_functions, declared_state, recurrent_layers
 
 if TYPE_CHECKING:
     from torchplug.engine.tokenizer import Tokenizer
@@ -52,8 +51,14 @@ class LLMEngine:
         self.max_model_len = config.model_config.max_model_len
         self.vocab_size: int | None = config.model_config.hf_text_config.get("vocab_size")
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
-        states = _state_pool(model)
-        snapshots = config.cache_config.enable_prefix_caching and states is not None and states.copies
+        states = StatePool.of(model)
+        prefix_caching = config.cache_config.enable_prefix_caching
+        if prefix_caching and states is not None and not states.copies:
+            prefix_caching = False
+            _log.warning(
+                "%s has recurrent layers and does not claim SupportsMambaPrefixCaching: it runs without prefix caching",
+                type(model.module).__name__,
+            )
         self.kv_cache = PagedCache(
             model.module,
             dtype=model.dtype,
@@ -64,7 +69,7 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             memory_bytes=config.cache_config.kv_cache_memory_bytes,
             states=states,
-            snapshots=snapshots,
+            snapshots=prefix_caching,
         )
         max_num_seqs = self.kv_cache.max_num_seqs
         self._runner = Runner(
@@ -78,9 +83,9 @@ class LLMEngine:
         self._blocks = BlockManager(
             [(group.window, group.num_blocks) for group in self.kv_cache.groups],
             self.kv_cache.block_size,
-            prefix_caching=config.cache_config.enable_prefix_caching and (states is None or snapshots),
+            prefix_caching=prefix_caching,
             whole_above=self._runner.whole_above,
-            state_snapshots=states.num_snapshots if states is not None and snapshots else None,
+            state_snapshots=None if states is None else states.num_snapshots,
         )
         self._scheduler = Scheduler(
             self._blocks,
@@ -205,6 +210,7 @@ class LLMEngine:
             num_waiting=self.num_waiting,
             cache_usage=self.cache_usage if self._runner.cached else None,
             prefix_cache_hit_rate=self.prefix_cache_stats.hit_rate if self.prefix_cache_stats.queries else None,
+            prefix_cache_limited=self.prefix_cache_stats.limited,
         )
 
     def has_unfinished_requests(self) -> bool:
@@ -396,22 +402,6 @@ def _take_prompt_logprobs(batch: Sequence[Scheduled], logits: Tensor) -> Tensor:
             sampled.append(row)
             row += 1
     return logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)]
-
-
-def _state_pool(model: LoadedModel) -> StatePool | None:
-    """The states of a model's recurrent layers, without memory yet; None where it has none."""
-    layers = recurrent_layers(model.module)
-    if not layers:
-        return None
-    subject = f"model {type(model.module).__name__!r}"
-    spec = declared_state(model, model.vllm_config, subject)
-    copying = copy_functions(model, spec, subject)
-    if copying is None and model.vllm_config.cache_config.enable_prefix_caching:
-        _log.warning(
-            "%s has recurrent layers and does not claim SupportsMambaPrefixCaching: it runs without prefix caching",
-            type(model.module).__name__,
-        )
-    return StatePool(list(layers.values()), spec, copying, subject)
 
 
 def _eos_token_ids(model: LoadedModel, tokenizer: Tokenizer | None) -> frozenset[int]:

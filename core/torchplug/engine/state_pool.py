@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchplug.engine.state_copy import state_copy
+from torchplug.host.recurrent_layers import StateSpec, copy_functions, declared_state, recurrent_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchplug.host.recurrent_layers import StateSpec
+    from torchplug.host.model import LoadedModel
     from torchplug.interfaces import MambaStateCopyFunc
     from torchplug.layers.recurrent import RecurrentLayer
 
@@ -50,6 +51,20 @@ class StatePool:
         self._copy_functions = None if copy_functions is None else tuple(copy_functions)
         self._subject = subject
         self._tensors: list[Tensor] = []  # [num_layers, num_slots, *shape] for each tensor of a layer
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> StatePool | None:
+        """The pool of a model, without memory yet; None where it has no recurrent layers.
+
+        Raises:
+            ContractError: its hooks do not give as many dtypes or copy functions as shapes.
+        """
+        layers = recurrent_layers(model.module)
+        if not layers:
+            return None
+        subject = f"model {type(model.module).__name__!r}"
+        spec = declared_state(model, model.vllm_config, subject)
+        return cls(list(layers.values()), spec, copy_functions(model, spec, subject), subject)
 
     @property
     def copies(self) -> bool:
@@ -95,7 +110,7 @@ class StatePool:
             tensor[:, target, : piece.rows].copy_(tensor[:, source, piece.row : piece.row + piece.rows])
 
     def fill(self, slots: Sequence[int], value: float) -> None:
-        """Overwrite slots, e.g. with NaN: what nobody may read, in a test."""
+        """Overwrite slots with one value in every element: NaN, in a test, where nobody may read."""
         for tensor in self._tensors:
             tensor[:, list(slots)] = value if tensor.is_floating_point() else 0
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from torchplug.config import ParallelConfig, SpeculativeConfig
-from torchplug.errors import ContractError, PluginError, Problem
+from torchplug.errors import ContractError, Problem, TorchplugError
 from torchplug.host.contracts import location, of_class
 from torchplug.host.loading import build_module
 from torchplug.layers.attention import Attention
@@ -31,9 +32,15 @@ if TYPE_CHECKING:
 _SHAPE_HOOK: Final = "get_mamba_state_shape_from_config"
 _DTYPE_HOOK: Final = "get_mamba_state_dtype_from_config"
 
-TENSOR_PARALLEL_SIZES: Final = (1, 2, 3, 4)
-SPECULATIVE_TOKENS: Final = (0, 1, 2, 3)
-"""Sizes under which the hooks and the layers are compared."""
+Size: TypeAlias = tuple[int, int]
+"""A tensor-parallel size and a number of draft tokens."""
+
+ALL_SIZES: Final[tuple[Size, ...]] = tuple(product((1, 2, 3, 4), (0, 1, 2, 3)))
+"""Those under which the hooks and the layers should agree."""
+
+LOAD_SIZES: Final[tuple[Size, ...]] = (*((tp, 0) for tp in (2, 3, 4)), *((1, tokens) for tokens in (1, 2, 3)), (2, 3))
+"""Those that a load looks at beside its own: every one costs as long as building the model, without its weights, takes
+(12 ms for 24 layers). The conformance kit looks at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +97,8 @@ def check_recurrent_layers(
 ) -> None:
     """Compare the class's claims, its config's list of layers and its hooks with `module`, built under `vllm_config`.
 
-    The hooks are compared under every size of `TENSOR_PARALLEL_SIZES` and `SPECULATIVE_TOKENS` for which the class can
-    be built. A module without recurrent layers of ours costs nothing.
+    The hooks are compared under every size of `LOAD_SIZES` for which the class can be built. A module without recurrent
+    layers of ours costs nothing.
 
     Raises:
         ContractError: with everything that differs.
@@ -190,23 +197,26 @@ def _count(number: int, what: str) -> str:
 
 
 def state_problems(
-    handle: Handle, cls: type[nn.Module], module: nn.Module, vllm_config: VllmConfig, subject: str
+    handle: Handle,
+    cls: type[nn.Module],
+    module: nn.Module,
+    vllm_config: VllmConfig,
+    subject: str,
+    sizes: Iterable[Size] = LOAD_SIZES,
 ) -> Iterator[Problem]:
-    """Where the hooks and the layers name other states; of sizes that a class cannot be built for nothing is said.
+    """Where the hooks and the layers name other states, under the module's own size and `sizes`.
 
-    The first size that differs is the last that is looked at.
+    Of sizes that a class cannot be built for nothing is said. The first size that differs is the last one looked at.
     """
     own = vllm_config.parallel_config.tensor_parallel_size, _speculative_tokens(vllm_config)
-    others = [(tp, tokens) for tp in TENSOR_PARALLEL_SIZES for tokens in SPECULATIVE_TOKENS if (tp, tokens) != own]
-    for tp, tokens in (own, *others):
-        if (tp, tokens) == own:
-            config, built = vllm_config, module
-        else:
+    for tp, tokens in dict.fromkeys((own, *sizes)):
+        config, built = vllm_config, module
+        if (tp, tokens) != own:
             speculative = SpeculativeConfig(tokens) if tokens else None
             config = replace(vllm_config, parallel_config=ParallelConfig(tp), speculative_config=speculative)
             try:
                 built = build_module(cls, config, subject)
-            except PluginError:
+            except TorchplugError:
                 continue
         found = list(
             _differences(handle, cls, built, config, subject, f"tensor-parallel size {tp}, {tokens} draft tokens")

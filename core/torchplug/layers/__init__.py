@@ -1,6 +1,7 @@
 """What model plugins are built from. Every public name is importable from here; importing this package imports
 torch."""
 
+from torchplug.forward_context import ForwardContext, get_forward_context
 from torchplug.layers.activation import ActAndMul, SiluAndMul, get_act_and_mul, get_act_fn
 from torchplug.layers.attention import Attention, KVCacheSpec, allocate_kv_cache
 from torchplug.layers.conv import CausalConv1d
@@ -35,6 +36,7 @@ __all__ = [
     "Attention",
     "CausalConv1d",
     "ColumnParallelLinear",
+    "ForwardContext",
     "GatedRMSNorm",
     "KVCacheSpec",
     "Linear",
@@ -58,6 +60,7 @@ __all__ = [
     "get_act_and_mul",
     "get_act_fn",
     "get_conv_copy_spec",
+    "get_forward_context",
     "get_temporal_copy_spec",
     "layer_window",
     "load_weights",
