@@ -14,12 +14,12 @@ FAULTS = {
     "a_name_of_attention_that_nobody_builds": (
         "layer_kinds",
         ('if kind == "full_attention":', 'if kind == "attention":'),
-        "has 1 attention layers of 3, and the class builds no Attention layer and 2 recurrent",
+        "names 1 of 3 layers attention, and the class builds no Attention layers and 2 recurrent",
     ),
     "a_recurrent_layer_left_out": (
         "layer_kinds",
         ('if kind == "recurrent":', 'if kind == "recurrent" and len(self.mixers) > 1:'),
-        "layer_types of the config has 2 recurrent layers of 3",
+        "layer_types of the config names 2 of 3 layers recurrent",
     ),
     "hybrid_that_is_not_claimed": (
         "layer_kinds",

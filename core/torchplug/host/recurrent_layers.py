@@ -185,7 +185,7 @@ def kind_problems(
         most = least + kinds["unknown"]
         if not least <= found <= most:
             wanted = str(least) if least == most else f"{least} to {most}"
-            says = f"{listed[0]} of the config has {wanted} {kind} layers of {len(listed[1])}, and the class {built}"
+            says = f"{listed[0]} of the config names {wanted} of {len(listed[1])} layers {kind}, and the class {built}"
             yield Problem(f"is_hybrid ({where})", says, f"build what {listed[0]} says; {fix}")
 
 

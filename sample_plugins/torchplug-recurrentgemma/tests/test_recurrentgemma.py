@@ -60,7 +60,6 @@ def write_checkpoint(directory: Path, seed: int, changes: dict) -> Path:
             else:
                 fan_in = parameter.shape[1] if "gate_weight" in name else math.prod(parameter.shape[1:])
                 parameter.normal_(0, 2 / math.sqrt(fan_in), generator=generator)
-        model.model.embed_tokens.weight.div_(4)  # the stream is scaled by sqrt(hidden_size) on the way in
     model.save_pretrained(directory)
     return directory
 
