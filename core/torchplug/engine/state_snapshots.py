@@ -97,7 +97,9 @@ class StateSnapshots:
 
     def is_coming(self, key: BlockKey) -> bool:
         """Whether a running request is about to take that snapshot."""
-        return key in self._coming
+        request = self._coming.get(key)
+        # An interrupt may have left the entry of one that runs no more.
+        return request is not None and request.checkpoints is not None
 
     def admit(self, request: Request, start: int, source: int | None, most: int) -> None:
         """Let a request start after `start` tokens from snapshot `source` (None: from nothing), and plan its own

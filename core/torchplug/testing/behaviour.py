@@ -34,6 +34,9 @@ _BFLOAT16_TOLERANCE: Final = 0.25
 
 _PROMPT: Final = 9
 _TOTAL: Final = 24
+LONGEST: Final = 2 * _TOTAL
+"""Tokens of a request that the checks' caches hold."""
+
 _SLOTS: Final = 3
 BLOCK_SIZE: Final = 4
 """Small, so that these short texts take several blocks."""
@@ -235,7 +238,7 @@ class Steps:
             block_size=BLOCK_SIZE,
             max_num_seqs=_SLOTS,
             max_num_batched_tokens=_SLOTS * _TOTAL,
-            max_model_len=min(self.max_tokens, 2 * _TOTAL),
+            max_model_len=min(self.max_tokens, LONGEST),
             states=self.states,
         )
         self._runner = Runner(
@@ -274,7 +277,7 @@ class Steps:
         if not start:
             if slot in self._requests:
                 self._blocks.free(self._requests.pop(slot))
-            request = request_of(f"slot {slot}", tokens[:stop])
+            request = request_of(f"slot {slot}", tokens[:stop], min(self.max_tokens, LONGEST))
             given = self._blocks.admit(request, stop)
             self._requests[slot] = request
         else:
@@ -322,7 +325,7 @@ class Steps:
                 return
 
 
-def request_of(name: str, token_ids: Sequence[int]) -> Request:
+def request_of(name: str, token_ids: Sequence[int], max_model_len: int) -> Request:
     """A request as the engine would have it, which nothing but the check ends."""
     params = SamplingParams(max_tokens=None)
     prompt = TokenizedPrompt(None, list(token_ids))
@@ -332,7 +335,7 @@ def request_of(name: str, token_ids: Sequence[int]) -> Request:
         params,
         SamplingState(params, prompt.token_ids, []),
         eos_token_ids=frozenset(),
-        max_model_len=2 * _TOTAL,
+        max_model_len=max_model_len,
         tokenizer=None,
     )
 

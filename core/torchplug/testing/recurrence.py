@@ -18,7 +18,7 @@ from torchplug.engine.state_copy import state_copy
 from torchplug.engine.state_pool import StatePool
 from torchplug.errors import ContractError, Problem
 from torchplug.host.recurrent_layers import ALL_SIZES, kind_problems, recurrent_layers, state_problems
-from torchplug.testing.behaviour import BLOCK_SIZE, TOLERANCE, Steps, distance, request_of
+from torchplug.testing.behaviour import BLOCK_SIZE, LONGEST, TOLERANCE, Steps, distance, request_of
 from torchplug.testing.findings import Finding
 from torchplug.testing.specimen import Skip, Specimen
 
@@ -142,7 +142,7 @@ class _CachingEngine:
 
     def __init__(self, specimen: Specimen, device: torch.device) -> None:
         model = specimen.load(device)
-        self.max_tokens = min(model.vllm_config.model_config.max_model_len, 32)
+        self.max_tokens = min(model.vllm_config.model_config.max_model_len, LONGEST)
         self._states = StatePool.of(model)
         cache = PagedCache(
             model.module,
@@ -175,7 +175,7 @@ class _CachingEngine:
         if self._states is not None:
             # A check of its own sees to it that nothing is read of what a slot held before.
             self._states.fill(range(self._states.num_requests), 0.0)
-        request = request_of("text", tokens)
+        request = request_of("text", tokens, self.max_tokens)
         self._scheduler.add(request)
         rows: list[Tensor] = []
         while len(rows) <= _DECODED:
