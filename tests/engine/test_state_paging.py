@@ -168,3 +168,81 @@ def test_nothing_changes_a_requests_tokens(
         COUNTS["hits"] += output.num_cached_tokens or 0
         check(module, prompts[name], output.outputs[0].token_ids)
     engine.close()
+
+
+def run(engine, module, prompts, check):
+    """Step to the end; the last output of each request, all checked."""
+    outputs = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[output.request_id] = output
+        consistent(engine)
+        poison(engine)
+    assert engine.num_held_blocks == 0
+    for name, prompt in prompts.items():
+        check(module, prompt, outputs[name].outputs[0].token_ids)
+    return outputs
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_prompts_around_a_block_alone_and_together_cold_and_warm(models, engine_of, check, kinds, block_size):
+    module = models[kinds]
+    lengths = [1, *(blocks * block_size + more for blocks in (1, 2) for more in (-1, 0, 1))]
+    prompts = {str(length): [(3 * i + length) % 48 for i in range(length)] for length in lengths}
+    prompts["shared"] = [*prompts[str(block_size + 1)], 9]
+    engine = engine_of(module, block_size=block_size, max_num_seqs=8)
+    for together in (False, True, True):
+        for name, prompt in prompts.items():
+            engine.add_request(name, prompt, greedy(2 * block_size + 1))
+            if not together:
+                run(engine, module, {name: prompt}, check)
+        if together:
+            outputs = run(engine, module, prompts, check)
+    kept = {name: output.num_cached_tokens for name, output in outputs.items()}
+    assert kept == {name: (len(prompt) - 1) // block_size * block_size for name, prompt in prompts.items()}
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("kinds", ["rar", "awr"])
+def test_when_blocks_run_out_the_last_to_come_is_computed_again_from_its_tokens(
+    models, engine_of, check, kinds, caching
+):
+    module = models[kinds]
+    limits = {"block_size": 4, "max_num_seqs": 4, "enable_prefix_caching": caching}
+    engine = engine_of(module, **limits)
+    engine = engine_of(module, **limits, kv_cache_memory_bytes=memory_for(engine, 0.6))
+    prompts = {name: [10 + index] * 9 for index, name in enumerate("abcd")}
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, greedy(40))
+    run(engine, module, prompts, check)
+    assert engine.num_preemptions > 0
+
+
+def test_a_failed_step_leaves_no_state_behind(recurrent, engine_of, check):
+    module = recurrent("rar")()
+    engine = engine_of(module, block_size=4)
+    prompt = list(range(9))
+    for name in "ab":
+        engine.add_request(name, prompt, greedy(9))
+    engine.step()
+    module.fail_at = 1
+    with pytest.raises(RuntimeError, match="planted"):
+        engine.step()
+    module.fail_at = None
+    snapshots = engine._blocks.snapshots
+    assert engine.num_held_blocks == 0 and snapshots.pool.num_findable == 0 and not snapshots._coming
+    engine.add_request("c", prompt, greedy(3))
+    run(engine, module, {"c": prompt}, check)
+
+
+def test_a_slot_is_used_again_after_an_abort_in_the_middle_of_a_prompt(models, engine_of, check):
+    module = models["rr"]
+    engine = engine_of(module, block_size=4, max_num_seqs=1, max_num_batched_tokens=3)
+    for turn in range(3):
+        engine.add_request("gone", [turn] * 11, greedy(5))
+        for _ in range(1 + turn):
+            engine.step()
+        engine.abort_request("gone")
+        engine.add_request("one", [30 + turn], greedy(5))
+        run(engine, module, {"one": [30 + turn]}, check)

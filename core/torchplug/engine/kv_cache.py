@@ -116,33 +116,37 @@ class PagedCache:
             return min(whole, kept)
 
         def cost(num_tokens: int) -> int:
-            return sum(blocks(window, num_tokens) * costs[window] for window in by_window) + states_per_request * slot
+            return sum(blocks(window, num_tokens) * costs[window] for window in by_window)
 
         shares = dict.fromkeys(by_window, 0)
-        slot = 0 if states is None else states.slot_bytes
-        states_per_request = 1 + SNAPSHOTS_PER_REQUEST if snapshots else 1
         num_states = 0
         if by_window or states is not None:
             memory = default_cache_bytes(device) if memory_bytes is None else memory_bytes
-            if memory < cost(max_model_len):
-                states_per_request = 1
+            if states is not None:
+                per_request = 1 + SNAPSHOTS_PER_REQUEST if snapshots else 1
+                num_states = _num_states(states.slot_bytes, per_request, max_num_seqs, cost(max_model_len), memory)
+                if memory < num_states * states.slot_bytes + cost(1):
+                    says = f"{memory} bytes do not hold {self._least()} ({states.slot_bytes + cost(1)} bytes)"
+                    raise _no_memory(device, says)
+                memory -= num_states * states.slot_bytes
+                # Where memory is short, requests and snapshots share it.
+                self.max_num_seqs = min(max_num_seqs, max(1, num_states // min(per_request, 2)))
+                self.concurrency = float(self.max_num_seqs)
+        if by_window:
             if memory < cost(max_model_len):
                 self.max_tokens = _largest(lambda n: cost(n * block_size) <= memory, -(-max_model_len // block_size))
                 self.max_tokens = min(self.max_tokens * block_size, max_model_len)
                 if not self.max_tokens:
-                    raise _no_memory(device, f"{memory} bytes do not hold {self._least(states)} ({cost(1)} bytes)")
-            self.concurrency = min(float(max_num_seqs), memory / cost(self.max_tokens))
-            shares = {window: int(blocks(window, self.max_tokens) * self.concurrency) for window in by_window}
-            if states is not None:
-                num_states = int(states_per_request * self.concurrency)
-                # Where memory is short, requests and snapshots share it.
-                self.max_num_seqs = min(max_num_seqs, max(1, num_states // min(states_per_request, 2)))
-                self.concurrency = min(self.concurrency if by_window else float(max_num_seqs), self.max_num_seqs)
+                    raise _no_memory(device, f"{memory} bytes do not hold {self._least()} ({cost(1)} bytes)")
+            room = min(float(max_num_seqs), memory / cost(self.max_tokens))
+            shares = {window: int(blocks(window, self.max_tokens) * room) for window in by_window}
+            self.concurrency = min(self.concurrency, room)
         self.groups = tuple(
             CacheGroup(window, tuple(layers), costs[window], blocks(window, self.max_tokens), shares[window])
             for window, layers in by_window.items()
         )
-        self.num_bytes = sum(group.num_blocks * group.block_bytes for group in self.groups) + num_states * slot
+        self.num_bytes = sum(group.num_blocks * group.block_bytes for group in self.groups)
+        self.num_bytes += 0 if states is None else num_states * states.slot_bytes
         self._allocate(dtype, device, num_states)
         if self.groups or states is not None:
             _log.info("%s", self)
@@ -169,9 +173,9 @@ class PagedCache:
         if self.states is not None:
             self.states.clear()
 
-    def _least(self, states: StatePool | None) -> str:
+    def _least(self) -> str:
         block = f"one block of {self.block_size} tokens in {len(self._layers)} layers" if self._layers else ""
-        return " and ".join(filter(None, (block, "" if states is None else "the state of one request")))
+        return " and ".join(filter(None, (block, "" if self.states is None else "the state of one request")))
 
     def _allocate(self, dtype: torch.dtype, device: torch.device, num_states: int) -> None:
         try:
@@ -190,6 +194,18 @@ class PagedCache:
         except BaseException:
             self.clear()
             raise
+
+
+def _num_states(slot: int, per_request: int, max_num_seqs: int, blocks: int, memory: int) -> int:
+    """State slots: what the limits can use, else as many requests' as of blocks (`blocks` bytes for the longest one).
+
+    A quarter of the memory is theirs where that is more, since most requests are shorter than the longest possible.
+    """
+    wanted = per_request * max_num_seqs
+    fits = int(per_request * min(max_num_seqs, memory / (blocks + per_request * slot))) if blocks else memory // slot
+    if memory - memory // 4 >= blocks:
+        fits = max(fits, memory // 4 // slot)
+    return max(1, min(wanted, fits))
 
 
 def _token_bytes(layer: Attention, dtype: torch.dtype) -> int:

@@ -12,8 +12,12 @@ import torch
 import transformers
 from torch import nn
 from torchplug import LLM, Host, SamplingParams
-from torchplug.layers import RecurrentLayer
+from torchplug.config import DeviceConfig, HfConfig, ModelConfig, VllmConfig
+from torchplug.forward_context import set_forward_context
+from torchplug.layers import ForwardContext, RecurrentLayer
 from torchplug.testing import conformance
+from torchplug_recurrentgemma import RecurrentGemmaForCausalLM
+from torchplug_recurrentgemma.recurrent import RecurrentBlock
 
 STEPS = 24
 BASE = {
@@ -60,6 +64,10 @@ def write_checkpoint(directory: Path, seed: int, changes: dict) -> Path:
             else:
                 fan_in = parameter.shape[1] if "gate_weight" in name else math.prod(parameter.shape[1:])
                 parameter.normal_(0, 2 / math.sqrt(fan_in), generator=generator)
+        # The stream starts as the token itself, times sqrt(hidden_size), and the head is tied: make it small beside
+        # what the layers add, and the logits large, else the model repeats what it reads.
+        model.model.embed_tokens.weight.div_(4)
+        model.model.final_norm.weight.add_(5)
     model.save_pretrained(directory)
     return directory
 
@@ -141,6 +149,37 @@ def test_the_cache_has_blocks_and_states(reference):
     with LLM(reference.directory, dtype="float32", skip_tokenizer_init=True, max_num_seqs=2) as llm:
         text = str(llm.llm_engine.kv_cache)
         assert "blocks" in text and "2 slots" in text and "6 for snapshots" in text
+
+
+def test_padding_rows_leave_every_slot_as_it_was():
+    """A step of two requests and two padding rows, one of them in the middle: each request as if it were alone."""
+    torch.manual_seed(0)
+    config = HfConfig(BASE, source="config.json", defaults=RecurrentGemmaForCausalLM.config_defaults)
+    settings = VllmConfig(ModelConfig("x", config, torch.float32, 64), DeviceConfig(torch.device("cpu")))
+    layer = RecurrentBlock(config, settings)
+    for parameter in layer.parameters():
+        parameter.normal_(0, 0.3)
+    x = torch.randn(9, 48)
+    layer.state = tuple(torch.full((5, *shape), torch.nan) for shape in layer.state_shapes())
+    lengths, slots = (3, 1, 4, 1), (2, -1, 0, -1)
+    context = ForwardContext(
+        query_start_loc=torch.tensor([0, 3, 4, 8, 9], dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        slot_mapping=torch.zeros(0, dtype=torch.int64),
+        block_tables=torch.zeros(0, 0, dtype=torch.int32),
+        block_size=16,
+        query_lens_host=lengths,
+        seq_lens_host=lengths,
+        block_tables_host=(),
+        state_slots=torch.tensor(slots),
+        state_slots_host=slots,
+    )
+    with set_forward_context(context):
+        found = layer(x)
+    for first, last, slot in ((0, 3, 2), (4, 8, 0)):
+        torch.testing.assert_close(found[first:last], layer(x[first:last]))
+        assert all(state[slot].isfinite().all() for state in layer.state)
+    assert all(state[slot].isnan().all() for state in layer.state for slot in (1, 3, 4))
 
 
 # Faults, each of which somebody could make
