@@ -31,7 +31,7 @@ class ChunkGrid:
         if self._whole:
             return x.reshape(self.chunks, self.size, *x.shape[1:])
         out = x.new_zeros((self.chunks * self.size, *x.shape[1:]))
-        for start, rows in zip(self._starts(), x.split(self._lengths), strict=True):
+        for start, rows in zip(self._starts(), torch.split(x, list(self._lengths)), strict=True):
             out[start : start + len(rows)] = rows
         return out.view(self.chunks, self.size, *x.shape[1:])
 

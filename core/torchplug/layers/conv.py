@@ -93,7 +93,11 @@ class CausalConv1d(nn.Module):
         before = requests.slots.read(state, (past, self.channels), x.dtype, x.device)
         # One run of rows: each request's last inputs, then its tokens. Sums that reach over into the next request are
         # made and left out.
-        pieces = [piece for pair in zip(before.unbind(0), x.split(requests.lengths), strict=True) for piece in pair]
+        pieces = [
+            piece
+            for pair in zip(before.unbind(0), torch.split(x, list(requests.lengths)), strict=True)
+            for piece in pair
+        ]
         run = torch.cat(pieces)
         if state is not None:
             stop, last = 0, []

@@ -42,7 +42,7 @@ class GatedRMSNorm(nn.Module):
                 return out
         gated = F.silu(gate.float()).mul_(x)
         size = gated.shape[-1] // self.groups
-        normed = F.rms_norm(gated.unflatten(-1, (self.groups, size)), (size,), None, self.eps).flatten(-2)
+        normed = F.rms_norm(gated.view(*gated.shape[:-1], self.groups, size), (size,), None, self.eps).flatten(-2)
         return normed.to(gate.dtype).mul_(self.weight)
 
     def extra_repr(self) -> str:

@@ -33,7 +33,7 @@ class MambaMixer(RecurrentLayer):
         settings: Dtypes and ranks of the state.
         use_bias: Whether the outer projections have biases.
         use_conv_bias: Whether the convolution has.
-        activation: Of the convolution's result and of the gate.
+        activation: Of the convolution's result; the gate's is always silu.
         norm_eps: Normalise the time step, b and c before they are used (RMS, as FalconMamba and Jamba do), with this
             added to the mean squares; None for not.
         norm_weights: Whether these three norms have weights.
@@ -66,8 +66,7 @@ class MambaMixer(RecurrentLayer):
         )
         self.intermediate_size = intermediate_size
         self.state_size = state_size
-        self.activation = activation
-        self._widths = (time_step_rank, state_size, state_size)
+        self._widths = [time_step_rank, state_size, state_size]
         self.in_proj = MergedColumnParallelLinear(hidden_size, (intermediate_size, intermediate_size), use_bias)
         self.conv1d = CausalConv1d(intermediate_size, conv_kernel, use_conv_bias, activation)
         self.x_proj = RowParallelLinear(intermediate_size, sum(self._widths))
@@ -91,9 +90,7 @@ class MambaMixer(RecurrentLayer):
     def process_weights_after_loading(self) -> None:
         """Take the decay rates out of the logarithm in which they are stored, and choose what scans here."""
         self._decay = -self.A_log.float().exp()
-        self._native = None
-        if self.activation is F.silu:
-            self._native = state_space.selective_scan(self._decay, self.dt_proj.bias, self.D, self.conv1d.weight.dtype)
+        self._native = state_space.selective_scan(self._decay, self.dt_proj.bias, self.D, self.conv1d.weight.dtype)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         step = state_step(hidden_states)
@@ -108,14 +105,15 @@ class MambaMixer(RecurrentLayer):
             out = self._native(x, dt, gate, bc, ssm_state, step.native)
         if out is None:
             out = self._scan(x, dt, gate, bc, ssm_state, step)
-        return self.out_proj(out)
+        result: Tensor = self.out_proj(out)
+        return result
 
     def _steps_and_keys(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """What the channels' steps are before bias and softplus, [tokens, intermediate], and b and c side by side."""
         rank = self._widths[0]
         if self.norm_eps is None:
             return self.dt_proj(projected[:, :rank]), projected[:, rank:]
-        parts = projected.split(self._widths, dim=-1)
+        parts = torch.split(projected, self._widths, dim=-1)
         if self.norm_weights:
             norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
             dt, b, c = (norm(part) for norm, part in zip(norms, parts, strict=True))
@@ -146,7 +144,7 @@ class MambaMixer(RecurrentLayer):
             )
             part.slots.write(ssm_state, state)
         out = step.join(decoded, scanned).addcmul_(x, self.D)
-        return out.mul_(self.activation(gate.float())).to(dtype)
+        return out.mul_(F.silu(gate.float())).to(dtype)
 
     def extra_repr(self) -> str:
         return f"intermediate_size={self.intermediate_size}, state_size={self.state_size}"

@@ -86,8 +86,8 @@ class MambaMixer2(RecurrentLayer):
         self.n_groups = n_groups
         self._limit = time_step_limit
         shared = n_groups * state_size
-        self._widths = (intermediate_size, intermediate_size + 2 * shared, num_heads)
-        self._conv_widths = (intermediate_size, shared, shared)
+        self._widths = [intermediate_size, intermediate_size + 2 * shared, num_heads]
+        self._conv_widths = [intermediate_size, shared, shared]
         self.in_proj = MergedColumnParallelLinear(
             hidden_size, (intermediate_size, intermediate_size, shared, shared, num_heads), use_bias
         )
@@ -125,20 +125,21 @@ class MambaMixer2(RecurrentLayer):
         if step.num_tokens == 0:
             return torch.empty_like(hidden_states)
         conv_state, ssm_state = (None, None) if self.state is None else self.state
-        gate, xbc, dt = self.in_proj(hidden_states).split(self._widths, dim=-1)
+        gate, xbc, dt = torch.split(self.in_proj(hidden_states), self._widths, dim=-1)
         xbc = self.conv1d(xbc, conv_state, step)
         out = None
         if self._native is not None and step.native is not None:
             out = self._native(xbc, dt, ssm_state, step.native)
         if out is None:
             out = self._scan(xbc, dt, ssm_state, step)
-        return self.out_proj(self.norm(out, gate))
+        result: Tensor = self.out_proj(self.norm(out, gate))
+        return result
 
     def _scan(self, xbc: Tensor, dt: Tensor, ssm_state: Tensor | None, step: StateStep) -> Tensor:
-        x, b, c = xbc.float().split(self._conv_widths, dim=-1)
-        x = x.unflatten(-1, (self.num_heads, self.head_dim))
-        b = b.unflatten(-1, (self.n_groups, self.state_size))
-        c = c.unflatten(-1, (self.n_groups, self.state_size))
+        x, b, c = torch.split(xbc.float(), self._conv_widths, dim=-1)
+        x = x.reshape(-1, self.num_heads, self.head_dim)
+        b = b.reshape(-1, self.n_groups, self.state_size)
+        c = c.reshape(-1, self.n_groups, self.state_size)
         dt = F.softplus(dt.float() + self.dt_bias)
         if self._limit != (0.0, math.inf):
             dt = dt.clamp(*self._limit)

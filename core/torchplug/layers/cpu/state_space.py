@@ -79,11 +79,10 @@ def causal_conv(
     taps: Tensor, offset: Tensor | None, activation: Callable[[Tensor], Tensor] | None, dtype: torch.dtype
 ) -> CausalConv | None:
     """(x [tokens, channels], state, requests) -> the convolved tokens, for float32 taps [kernel_size, channels]."""
-    run, code = _function("torchplug_causal_conv", 9), _CODES.get(dtype)
     kernel_size, channels = taps.shape
-    if run is None or code is None or not taps.is_cpu or not 1 < kernel_size <= _MOST_TAPS:
-        return None
-    if activation not in (None, F.silu):
+    fits = 1 < kernel_size <= _MOST_TAPS and activation in (None, F.silu)
+    run, code = _kernel("torchplug_causal_conv", 9, taps, dtype, fits)
+    if run is None:
         return None
     kept = (taps, offset)
     structure = _Convolution(channels, kernel_size, taps.data_ptr(), _address(offset), activation is not None, code)
@@ -119,9 +118,9 @@ SelectiveScan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, StepReq
 def selective_scan(decay: Tensor, bias: Tensor, skip: Tensor, dtype: torch.dtype) -> SelectiveScan | None:
     """(x, dt, gate [tokens, channels], bc [tokens, 2 * size], state, requests) -> [tokens, channels] in `dtype`: the
     scan by softplus(dt + bias), with the skip, gated by silu; for float32 decay [channels, size]."""
-    run, code = _function("torchplug_selective_scan", 16), _CODES.get(dtype)
     channels, size = decay.shape
-    if run is None or code is None or not decay.is_cpu or size > _MOST_STATE:
+    run, code = _kernel("torchplug_selective_scan", 16, decay, dtype, size <= _MOST_STATE)
+    if run is None:
         return None
     width = _filled(size)
     decay = F.pad(decay * _LOG2_E, (0, width - size, 0, _filled(channels) - channels)).contiguous()
@@ -184,9 +183,9 @@ def ssd_scan(
 ) -> SsdScan | None:
     """(xbc [tokens, heads * head_dim + 2 * groups * size], dt [tokens, heads], state, requests) -> float32 [tokens,
     heads * head_dim]: the scan of x by softplus(dt + bias), with the skip; for float32 decay [heads]."""
-    run, code = _function("torchplug_ssd_scan", 12), _CODES.get(dtype)
     heads = decay.shape[0]
-    if run is None or code is None or not decay.is_cpu or size > _MOST_STATE:
+    run, code = _kernel("torchplug_ssd_scan", 12, decay, dtype, size <= _MOST_STATE)
+    if run is None:
         return None
     kept = (decay * _LOG2_E, bias, skip)
     structure = _Heads(heads, head_dim, size, groups, *(tensor.data_ptr() for tensor in kept), *limit, code)
@@ -224,10 +223,10 @@ GatedNorm = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 
 def gated_rms_norm(weight: Tensor, eps: float, groups: int) -> GatedNorm | None:
     """(x float32, gate, weight) -> [rows, size]: norm(x * silu(gate)) * weight, for weights like this one."""
-    run, code = _function("torchplug_gated_rms_norm", 8), _CODES.get(weight.dtype)
-    if run is None or code is None or not weight.is_cpu:
-        return None
     dtype, width = weight.dtype, weight.shape[0]
+    run, code = _kernel("torchplug_gated_rms_norm", 8, weight, dtype)
+    if run is None:
+        return None
     structure = _GatedNorm(groups, width // groups, eps, code)
 
     def normalise(x: Tensor, gate: Tensor, weight: Tensor, kept: object = structure) -> Tensor | None:
@@ -269,6 +268,14 @@ def _address(x: Tensor | None) -> int | None:
 
 def _filled(size: int) -> int:
     return -(-size // _FILLED) * _FILLED
+
+
+def _kernel(
+    name: str, arguments: int, like: Tensor, dtype: torch.dtype, fits: bool = True
+) -> tuple[Callable[..., int] | None, int]:
+    """The function, or None where it does not serve `dtype` on the device of `like`, and the code of `dtype`."""
+    served = fits and like.is_cpu and dtype in _CODES
+    return (_function(name, arguments) if served else None), _CODES.get(dtype, 0)
 
 
 @cache
