@@ -104,14 +104,14 @@ CASES: dict[str, Case] = {
         0, {"hidden_size": 32}, drop=("state_size", "time_step_rank", *_DEFAULTS)
     ),
     # Falcon Mamba
-    "falcon-72_channels_of_10": _falcon(0),
+    "falcon-72_channels_of_10": _falcon(1),
     "falcon-tied_filter_of_3": _falcon(0, {"tie_word_embeddings": True, "conv_kernel": 3}),
     "falcon-intermediate_size_given": _falcon(0, {"expand": 16, "intermediate_size": 80}),
-    "falcon-norm_eps_1e-2": _falcon(0, {"mixer_rms_eps": 1e-2}),
-    "falcon-all_biases": _falcon(0, {"use_bias": True}),
+    "falcon-norm_eps_1e-2": _falcon(1, {"mixer_rms_eps": 1e-2}),
+    "falcon-all_biases": _falcon(1, {"use_bias": True}),
     # Mamba-2
     "mamba2-6_heads_in_3_groups": _mamba2(0),
-    "mamba2-one_group": _mamba2(0, {"n_groups": 1}),
+    "mamba2-one_group": _mamba2(2, {"n_groups": 1}),
     "mamba2-a_group_for_each_head": _mamba2(0, {"n_groups": 6}),
     "mamba2-heads_of_16_states_of_16": _mamba2(
         0, {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 2}
@@ -122,7 +122,7 @@ CASES: dict[str, Case] = {
     "mamba2-heads_of_3": _mamba2(0, {"num_heads": 24, "head_dim": 3}),
     "mamba2-tied": _mamba2(0, {"tie_word_embeddings": True}),
     "mamba2-filter_of_2": _mamba2(0, {"conv_kernel": 2}),
-    "mamba2-filter_of_3_no_bias": _mamba2(0, {"conv_kernel": 3, "use_conv_bias": False}),
+    "mamba2-filter_of_3_no_bias": _mamba2(1, {"conv_kernel": 3, "use_conv_bias": False}),
     "mamba2-all_biases": _mamba2(0, {"use_bias": True}),
     "mamba2-gelu": _mamba2(0, {"hidden_act": "gelu"}),
     "mamba2-keys_with_defaults_absent": _mamba2(
