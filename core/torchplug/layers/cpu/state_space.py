@@ -91,7 +91,7 @@ def causal_conv(
         x: Tensor, state: Tensor | None, requests: StepRequests, kept: object = (structure, kept)
     ) -> Tensor | None:
         slots = _slots(state, (channels, 1))
-        if slots is None or not readable(x, dtype) or x.stride(1) != 1:
+        if slots is None or not _rows(x, dtype):
             return None
         out = _empty(requests.tokens, channels, dtype=dtype)
         run(address, requests.address, *slots, x.data_ptr(), _row(x), out.data_ptr(), _threads())
@@ -137,7 +137,7 @@ def selective_scan(decay: Tensor, bias: Tensor, skip: Tensor, dtype: torch.dtype
         kept: object = (structure, kept),
     ) -> Tensor | None:
         slots = _slots(state, (size, 1))
-        if slots is None or not all(readable(row, dtype) and row.stride(1) == 1 for row in (x, dt, gate, bc)):
+        if slots is None or not (_rows(x, dtype) and _rows(dt, dtype) and _rows(gate, dtype) and _rows(bc, dtype)):
             return None
         tokens = requests.tokens
         out = _empty(tokens, channels, dtype=dtype)
@@ -199,7 +199,7 @@ def ssd_scan(
         kept: object = (structure, kept),
     ) -> Tensor | None:
         slots = _slots(state, (head_dim * size, size, 1))
-        if slots is None or not all(readable(row, dtype) and row.stride(1) == 1 for row in (xbc, dt)):
+        if slots is None or not (_rows(xbc, dtype) and _rows(dt, dtype)):
             return None
         tokens = requests.tokens
         out = _empty(tokens, heads * head_dim)
@@ -255,6 +255,11 @@ def _slots(state: Tensor | None, inner: tuple[int, ...]) -> tuple[int | None, in
     if code is None or not state.is_cpu or tuple(others) != inner:
         return None
     return state.data_ptr(), first * state.element_size(), code
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel can read `x` row by row."""
+    return readable(x, dtype) and x.stride(1) == 1
 
 
 def _row(x: Tensor) -> int:
