@@ -34,8 +34,8 @@ class MambaBlock(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
         self.mixer = mixer
 
-    def forward(self, residual: Tensor) -> Tensor:
-        return residual + self.mixer(self.norm(residual.to(self.norm.weight.dtype)))
+    def forward(self, residual: Tensor, dtype: torch.dtype) -> Tensor:
+        return residual + self.mixer(self.norm(residual.to(dtype)))
 
 
 class MambaModel(nn.Module):
@@ -51,7 +51,7 @@ class MambaModel(nn.Module):
         if self.residual_in_fp32:
             hidden_states = hidden_states.float()
         for layer in self.layers:
-            hidden_states = layer(hidden_states)
+            hidden_states = layer(hidden_states, dtype)
         return self.norm_f(hidden_states.to(dtype))
 
 

@@ -7,6 +7,7 @@ Mamba2ForCausalLM, whose gated norm is over all channels even where b and c are 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torchplug import VllmConfig
@@ -36,7 +37,6 @@ class Mamba2ForCausalLM(MambaForCausalLM):
 
     @staticmethod
     def mixer(config: Any, settings: StateSettings) -> RecurrentLayer:
-        least, greatest = config.time_step_limit
         return MambaMixer2(
             config.hidden_size,
             **mamba2_dimensions(config),
@@ -45,7 +45,7 @@ class Mamba2ForCausalLM(MambaForCausalLM):
             use_conv_bias=config.use_conv_bias,
             activation=get_act_fn(config.hidden_act),
             norm_eps=config.layer_norm_epsilon,
-            time_step_limit=(float(least), float(greatest)),
+            time_step_limit=time_step_limit_of(config),
         )
 
     @classmethod
@@ -84,3 +84,11 @@ def mamba2_dimensions(config: Any) -> dict[str, int]:
         "n_groups": config.n_groups,
         "conv_kernel": config.conv_kernel,
     }
+
+
+def time_step_limit_of(config: Any) -> tuple[float, float]:
+    """The least and greatest step. JSON has no infinity; transformers 5 writes {"__float__": "Infinity"}."""
+    least, greatest = (
+        float(bound["__float__"] if isinstance(bound, Mapping) else bound) for bound in config.time_step_limit
+    )
+    return least, greatest

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchplug.layers.cpu import state_space
 from torchplug.layers.state_step import Sequences, StateStep
 
 
@@ -43,10 +44,12 @@ class CausalConv1d(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels), requires_grad=False) if bias else None
         self.register_buffer("_taps", None, persistent=False)
         self.register_buffer("_offset", None, persistent=False)
+        self._native: state_space.CausalConv | None = None
 
     def process_weights_after_loading(self) -> None:
         """Lay the filters out tap by tap, in the float32 that sums are taken in."""
         self._taps, self._offset = self._laid_out()
+        self._native = state_space.causal_conv(self._taps, self._offset, self.activation, self.weight.dtype)
 
     def forward(self, x: Tensor, state: Tensor | None, step: StateStep) -> Tensor:
         """Convolve the step's tokens and leave each request's last inputs in its slot.
@@ -59,6 +62,10 @@ class CausalConv1d(nn.Module):
 
         Returns [num_tokens, channels] in x's dtype.
         """
+        if self._native is not None and step.native is not None:
+            out = self._native(x, state, step.native)
+            if out is not None:
+                return out
         taps, offset = (self._taps, self._offset) if self._taps is not None else self._laid_out()
         assert taps is not None
         if state is not None:
@@ -86,7 +93,11 @@ class CausalConv1d(nn.Module):
         before = requests.slots.read(state, (past, self.channels), x.dtype, x.device)
         # One run of rows: each request's last inputs, then its tokens. Sums that reach over into the next request are
         # made and left out.
-        pieces = [piece for pair in zip(before.unbind(0), x.split(requests.lengths), strict=True) for piece in pair]
+        pieces = [
+            piece
+            for pair in zip(before.unbind(0), torch.split(x, list(requests.lengths)), strict=True)
+            for piece in pair
+        ]
         run = torch.cat(pieces)
         if state is not None:
             stop, last = 0, []

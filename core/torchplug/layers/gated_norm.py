@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchplug.layers.cpu import state_space
+
 
 class GatedRMSNorm(nn.Module):
     """`rms_norm(x * silu(gate)) * weight`, the norm over each group of channels, in float32.
@@ -27,11 +29,20 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
         self.eps = eps
         self.groups = groups
+        self._native: state_space.GatedNorm | None = None
+
+    def process_weights_after_loading(self) -> None:
+        """Choose what computes here."""
+        self._native = state_space.gated_rms_norm(self.weight, self.eps, self.groups)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        if self._native is not None:
+            out = self._native(x, gate, self.weight)
+            if out is not None:
+                return out
         gated = F.silu(gate.float()).mul_(x)
         size = gated.shape[-1] // self.groups
-        normed = F.rms_norm(gated.unflatten(-1, (self.groups, size)), (size,), None, self.eps).flatten(-2)
+        normed = F.rms_norm(gated.view(*gated.shape[:-1], self.groups, size), (size,), None, self.eps).flatten(-2)
         return normed.to(gate.dtype).mul_(self.weight)
 
     def extra_repr(self) -> str:

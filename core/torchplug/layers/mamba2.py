@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchplug.layers.conv import CausalConv1d
+from torchplug.layers.cpu import state_space
 from torchplug.layers.gated_norm import GatedRMSNorm
 from torchplug.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from torchplug.layers.recurrent import RecurrentLayer
 from torchplug.layers.ssd import ssd_scan, ssd_update
 from torchplug.layers.state_shapes import StateSettings, mamba2_state_shapes
-from torchplug.layers.state_step import state_step
+from torchplug.layers.state_step import StateStep, state_step
 
 
 class MambaMixer2(RecurrentLayer):
@@ -85,8 +86,8 @@ class MambaMixer2(RecurrentLayer):
         self.n_groups = n_groups
         self._limit = time_step_limit
         shared = n_groups * state_size
-        self._widths = (intermediate_size, intermediate_size + 2 * shared, num_heads)
-        self._conv_widths = (intermediate_size, shared, shared)
+        self._widths = [intermediate_size, intermediate_size + 2 * shared, num_heads]
+        self._conv_widths = [intermediate_size, shared, shared]
         self.in_proj = MergedColumnParallelLinear(
             hidden_size, (intermediate_size, intermediate_size, shared, shared, num_heads), use_bias
         )
@@ -97,6 +98,7 @@ class MambaMixer2(RecurrentLayer):
         self.norm = GatedRMSNorm(intermediate_size, norm_eps, norm_groups)
         self.out_proj = RowParallelLinear(intermediate_size, hidden_size, use_bias)
         self.register_buffer("_decay", None, persistent=False)
+        self._native: state_space.SsdScan | None = None
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return self._shapes
@@ -105,42 +107,58 @@ class MambaMixer2(RecurrentLayer):
         return self._settings.dtypes
 
     def process_weights_after_loading(self) -> None:
-        """Take the decay rates out of the logarithm in which they are stored."""
+        """Take the decay rates out of the logarithm in which they are stored, and choose what scans here."""
         self._decay = -self.A_log.float().exp()
+        self._native = state_space.ssd_scan(
+            self._decay,
+            self.dt_bias,
+            self.D,
+            head_dim=self.head_dim,
+            size=self.state_size,
+            groups=self.n_groups,
+            limit=self._limit,
+            dtype=self.conv1d.weight.dtype,
+        )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         step = state_step(hidden_states)
         if step.num_tokens == 0:
             return torch.empty_like(hidden_states)
         conv_state, ssm_state = (None, None) if self.state is None else self.state
-        gate, xbc, dt = self.in_proj(hidden_states).split(self._widths, dim=-1)
-        x, b, c = self.conv1d(xbc, conv_state, step).float().split(self._conv_widths, dim=-1)
-        x = x.unflatten(-1, (self.num_heads, self.head_dim))
-        b = b.unflatten(-1, (self.n_groups, self.state_size))
-        c = c.unflatten(-1, (self.n_groups, self.state_size))
+        gate, xbc, dt = torch.split(self.in_proj(hidden_states), self._widths, dim=-1)
+        xbc = self.conv1d(xbc, conv_state, step)
+        out = None
+        if self._native is not None and step.native is not None:
+            out = self._native(xbc, dt, ssm_state, step.native)
+        if out is None:
+            out = self._scan(xbc, dt, ssm_state, step)
+        result: Tensor = self.out_proj(self.norm(out, gate))
+        return result
+
+    def _scan(self, xbc: Tensor, dt: Tensor, ssm_state: Tensor | None, step: StateStep) -> Tensor:
+        x, b, c = torch.split(xbc.float(), self._conv_widths, dim=-1)
+        x = x.reshape(-1, self.num_heads, self.head_dim)
+        b = b.reshape(-1, self.n_groups, self.state_size)
+        c = c.reshape(-1, self.n_groups, self.state_size)
         dt = F.softplus(dt.float() + self.dt_bias)
         if self._limit != (0.0, math.inf):
             dt = dt.clamp(*self._limit)
         decay = -self.A_log.float().exp() if self._decay is None else self._decay
-
         shape = (self.num_heads, self.head_dim, self.state_size)
         decoded = scanned = None
-        if step.decode is not None:
-            part = step.decode
+        if (part := step.decode) is not None:
             state = part.slots.read(ssm_state, shape, torch.float32, x.device)
             decoded = ssd_update(
-                *(part.tokens.of(y) for y in (x, dt)), decay, *(part.tokens.of(y) for y in (b, c)), state
+                part.tokens.of(x), part.tokens.of(dt), decay, part.tokens.of(b), part.tokens.of(c), state
             )
             part.slots.write(ssm_state, state)
-        if step.prefill is not None:
-            part = step.prefill
+        if (part := step.prefill) is not None:
             state = part.slots.read(ssm_state, shape, torch.float32, x.device)
             scanned, state = ssd_scan(
-                *(part.tokens.of(y) for y in (x, dt)), decay, *(part.tokens.of(y) for y in (b, c)), state, part
+                part.tokens.of(x), part.tokens.of(dt), decay, part.tokens.of(b), part.tokens.of(c), state, part
             )
             part.slots.write(ssm_state, state)
-        out = step.join(decoded, scanned).addcmul_(x, self.D.unsqueeze(-1))
-        return self.out_proj(self.norm(out.flatten(-2), gate))
+        return step.join(decoded, scanned).addcmul_(x, self.D.unsqueeze(-1)).flatten(-2)
 
     def extra_repr(self) -> str:
         return (

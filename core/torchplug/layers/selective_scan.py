@@ -17,8 +17,8 @@ from torchplug.layers.state_step import Sequences
 CHUNK_SIZE = 16
 """Positions that are looped over; at each, a block of chunks is advanced at once."""
 
-_BLOCK_ELEMENTS = 1 << 20
-"""States [chunks, I, N] advanced at once: more leave the processor's cache, fewer cost more calls."""
+_AT_ONCE = 4
+"""Chunks in a block: more leave the processor's cache, fewer cost more calls."""
 
 
 def selective_update(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
@@ -61,25 +61,24 @@ def selective_scan(
     # Tokens that fill up a chunk have dt 0: they add nothing and let nothing decay.
     dx, dt, b, c = (grid.spread(y) for y in (dt * x, dt, b, c))
     out = torch.empty_like(dx)
-    after = state.clone()
-    at_once = max(1, _BLOCK_ELEMENTS // (decay.numel() * grid.size))
+    # Channels last, which are many: N apart, every product would be of a few numbers.
+    decay = decay.t().contiguous()
+    after = state.transpose(1, 2).contiguous()  # [requests, N, I]
     owners = [request for request, chunks in enumerate(grid.chunks_of) for _ in range(chunks)]
-    for start in range(0, grid.chunks, at_once):
-        block = slice(start, start + at_once)
-        decays = (dt[block].unsqueeze(-1) * decay).exp_()  # [block, size, I, N]
-        inputs, keys = dx[block].unsqueeze(-1), b[block].unsqueeze(2)
-        h = after.new_zeros((len(decays), *decay.shape))
-        if len(decays) > 1:
-            for place in range(grid.size):
-                h.mul_(decays[:, place]).addcmul_(inputs[:, place], keys[:, place])
-        whole = (dt[block].sum(1).unsqueeze(-1) * decay).exp_()
-        for chunk, owner in enumerate(owners[block]):
-            added = h[chunk].clone()
-            h[chunk].copy_(after[owner])
-            torch.addcmul(added, after[owner], whole[chunk], out=after[owner])
+    for start in range(0, grid.chunks, _AT_ONCE):
+        block = slice(start, start + _AT_ONCE)
+        decays = (dt[block].unsqueeze(2) * decay).exp_()  # [block, size, N, I]
+        states = dx[block].unsqueeze(2) * b[block].unsqueeze(3)
+        added = torch.zeros_like(states[:, 0])
         for place in range(grid.size):
-            h.mul_(decays[:, place]).addcmul_(inputs[:, place], keys[:, place])
-            torch.matmul(h, c[block, place].unsqueeze(-1), out=out[block, place].unsqueeze(-1))
-        if len(decays) == 1:
-            after[owners[start]].copy_(h[0])
-    return grid.gather(out), after
+            torch.addcmul(states[:, place], added, decays[:, place], out=added)
+        whole = (dt[block].sum(1).unsqueeze(1) * decay).exp_()
+        before = torch.empty_like(added)
+        for chunk, owner in enumerate(owners[block]):
+            before[chunk] = after[owner]
+            torch.addcmul(added[chunk], after[owner], whole[chunk], out=after[owner])
+        for place in range(grid.size):
+            torch.addcmul(states[:, place], before, decays[:, place], out=states[:, place])
+            before = states[:, place]
+        out[block] = torch.matmul(c[block].unsqueeze(2), states).squeeze(2)
+    return grid.gather(out), after.transpose(1, 2)

@@ -49,4 +49,5 @@ class ShortConv(RecurrentLayer):
             return torch.empty_like(hidden_states)
         b, c, x = self.in_proj(hidden_states).chunk(3, dim=-1)
         (state,) = (None,) if self.state is None else self.state
-        return self.out_proj(c * self.conv(b * x, state, step))
+        result: Tensor = self.out_proj(c * self.conv(b * x, state, step))
+        return result

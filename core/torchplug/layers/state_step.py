@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchplug.forward_context import ForwardContext, get_forward_context
+from torchplug.layers.cpu import state_space
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,12 @@ class Sequences:
 @dataclass(frozen=True, slots=True)
 class StateStep:
     """What every recurrent layer does in this step; either part is None where the step has no such request,
-    both in a step without tokens."""
+    both in a step without tokens. `native` is the step as kernels read it, None where there are none."""
 
     num_tokens: int
     decode: Sequences | None
     prefill: Sequences | None
+    native: state_space.StepRequests | None = None
 
     def join(self, decode: Tensor | None, prefill: Tensor | None) -> Tensor:
         """Rows of the two parts, in the order of the flat batch."""
@@ -143,18 +145,15 @@ def state_step(x: Tensor) -> StateStep:
     """
     context = get_forward_context()
     if context is None:
-        return _without_context(x.shape[0])
+        return _without_context(x.shape[0], x.device)
     if _latest.context is not context or _latest.step is None:
         _latest.step = _plan(context, x.device)
         _latest.context = context
     return _latest.step
 
 
-def _without_context(num_tokens: int) -> StateStep:
-    if num_tokens == 0:
-        return StateStep(0, None, None)
-    sequences = Sequences(Tokens(num_tokens), (num_tokens,), Slots(1, fresh=True))
-    return StateStep(num_tokens, *((sequences, None) if num_tokens == 1 else (None, sequences)))
+def _without_context(num_tokens: int, device: torch.device) -> StateStep:
+    return _step([_Request(0, num_tokens, -1, True)] if num_tokens else [], num_tokens, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +173,22 @@ def _plan(context: ForwardContext, device: torch.device) -> StateStep:
         for start, new, total, slot in zip(starts, lengths, context.seq_lens_host, slots, strict=False)
         if new
     ]
+    return _step(requests, starts[-1], device)
+
+
+def _step(requests: Sequence[_Request], num_tokens: int, device: torch.device) -> StateStep:
     decode = [request for request in requests if request.length == 1]
     prefill = [request for request in requests if request.length > 1]
-    if not requests:
-        return _without_context(0)
+    native = None
+    if requests and device.type == "cpu" and state_space.available():
+        native = state_space.StepRequests(
+            [(request.first_token, request.length, request.slot, request.fresh) for request in requests], num_tokens
+        )
     return StateStep(
-        starts[-1],
+        num_tokens,
         _sequences(decode, device) if decode else None,
         _sequences(prefill, device) if prefill else None,
+        native,
     )
 
 
