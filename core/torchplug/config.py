@@ -153,6 +153,13 @@ class ParallelConfig:
 
 
 @dataclass(slots=True)
+class SpeculativeConfig:
+    """Most draft tokens that a step verifies; recurrent layers keep room to take so many back."""
+
+    num_speculative_tokens: int
+
+
+@dataclass(slots=True)
 class DeviceConfig:
     """The device, resolved with its index."""
 

@@ -1,9 +1,12 @@
 """What model plugins are built from. Every public name is importable from here; importing this package imports
 torch."""
 
+from torchplug.forward_context import ForwardContext, get_forward_context
 from torchplug.layers.activation import ActAndMul, SiluAndMul, get_act_and_mul, get_act_fn
 from torchplug.layers.attention import Attention, KVCacheSpec, allocate_kv_cache
+from torchplug.layers.conv import CausalConv1d
 from torchplug.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from torchplug.layers.gated_norm import GatedRMSNorm
 from torchplug.layers.linear import (
     ColumnParallelLinear,
     Linear,
@@ -11,19 +14,34 @@ from torchplug.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from torchplug.layers.mamba import MambaMixer
+from torchplug.layers.mamba2 import MambaMixer2
 from torchplug.layers.norm import RMSNorm
 from torchplug.layers.recurrent import RecurrentLayer
 from torchplug.layers.rope_scaling import rope_from_config
 from torchplug.layers.rotary import RotaryEmbedding, Rotation, apply_rotary
+from torchplug.layers.short_conv import ShortConv
+from torchplug.layers.state_copy import get_conv_copy_spec, get_temporal_copy_spec
+from torchplug.layers.state_shapes import (
+    StateSettings,
+    mamba1_state_shapes,
+    mamba2_state_shapes,
+    short_conv_state_shapes,
+)
 from torchplug.layers.weights import WeightsMismatch, load_weights
 from torchplug.layers.window import layer_window
 
 __all__ = [
     "ActAndMul",
     "Attention",
+    "CausalConv1d",
     "ColumnParallelLinear",
+    "ForwardContext",
+    "GatedRMSNorm",
     "KVCacheSpec",
     "Linear",
+    "MambaMixer",
+    "MambaMixer2",
     "MergedColumnParallelLinear",
     "ParallelLMHead",
     "QKVParallelLinear",
@@ -32,14 +50,22 @@ __all__ = [
     "RotaryEmbedding",
     "Rotation",
     "RowParallelLinear",
+    "ShortConv",
     "SiluAndMul",
+    "StateSettings",
     "VocabParallelEmbedding",
     "WeightsMismatch",
     "allocate_kv_cache",
     "apply_rotary",
     "get_act_and_mul",
     "get_act_fn",
+    "get_conv_copy_spec",
+    "get_forward_context",
+    "get_temporal_copy_spec",
     "layer_window",
     "load_weights",
+    "mamba1_state_shapes",
+    "mamba2_state_shapes",
     "rope_from_config",
+    "short_conv_state_shapes",
 ]
