@@ -79,9 +79,9 @@ def test_a_missing_module_is_looked_up_in_what_the_distribution_requires(site, r
 
 
 @pytest.mark.parametrize("kind", ["package", "module"])
-def test_a_directory_that_hides_the_package_is_named(site, tmp_path, kind):
+def test_a_directory_that_hides_the_package_is_named(site, kind):
     row = row_of(site, "class Plug: ...\n")
-    here = tmp_path / "here"
+    here = site.root / "here"  # inside, so that what is imported from it is forgotten too
     here.mkdir()
     culprit = here / ("plug" if kind == "package" else "plug.py")
     if kind == "package":
