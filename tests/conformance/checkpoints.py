@@ -175,6 +175,8 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 
 def _fan_in(module: nn.Module, weight: Tensor) -> int:
+    if type(module).__name__.endswith("Experts"):
+        return weight.shape[-1]  # [experts, out, in]
     transposed = type(module).__name__ == "Conv1D"  # GPT-2's linear keeps its weight as [in, out]
     return weight.shape[0] if transposed else weight[0].numel()
 
@@ -186,9 +188,10 @@ def random_prompts(vocab_size: int, lengths: Sequence[int], *, seed: int = 0) ->
 
 
 def oracle_model(directory: Path) -> Any:
-    """transformers' model of a checkpoint directory, float32, on the CPU, plain matrix-product attention."""
+    """transformers' model of a checkpoint directory, float32, on the CPU, plain matrix-product attention and experts
+    (its grouped ones take no odd widths)."""
     return transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
+        directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
 
 

@@ -11,17 +11,26 @@ from torchplug.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from torchplug.layers.moe import FusedMoE
+from torchplug.layers.moe_model import FusedMoEModel
 from torchplug.layers.norm import RMSNorm
+from torchplug.layers.placement import ExpertPlacement
 from torchplug.layers.recurrent import RecurrentLayer
 from torchplug.layers.rope_scaling import rope_from_config
 from torchplug.layers.rotary import RotaryEmbedding, Rotation, apply_rotary
-from torchplug.layers.weights import WeightsMismatch, load_weights
+from torchplug.layers.routing import GroupScore, TopKRouter
+from torchplug.layers.weights import CheckpointPart, WeightsMismatch, load_weights
 from torchplug.layers.window import layer_window
 
 __all__ = [
     "ActAndMul",
     "Attention",
+    "CheckpointPart",
     "ColumnParallelLinear",
+    "ExpertPlacement",
+    "FusedMoE",
+    "FusedMoEModel",
+    "GroupScore",
     "KVCacheSpec",
     "Linear",
     "MergedColumnParallelLinear",
@@ -33,6 +42,7 @@ __all__ = [
     "Rotation",
     "RowParallelLinear",
     "SiluAndMul",
+    "TopKRouter",
     "VocabParallelEmbedding",
     "WeightsMismatch",
     "allocate_kv_cache",
