@@ -16,7 +16,7 @@ from torchplug.layers.moe_model import FusedMoEModel
 from torchplug.layers.norm import RMSNorm
 from torchplug.layers.placement import ExpertPlacement
 from torchplug.layers.recurrent import RecurrentLayer
-from torchplug.layers.rope_scaling import rope_from_config
+from torchplug.layers.rope_scaling import rope_from_config, softmax_scaling
 from torchplug.layers.rotary import RotaryEmbedding, Rotation, apply_rotary
 from torchplug.layers.routing import GroupScore, TopKRouter
 from torchplug.layers.weights import CheckpointPart, WeightsMismatch, load_weights
@@ -52,4 +52,5 @@ __all__ = [
     "layer_window",
     "load_weights",
     "rope_from_config",
+    "softmax_scaling",
 ]
