@@ -117,7 +117,7 @@ class TopKRouter(Linear):
 
     def _within_groups(self, choice: Tensor) -> Tensor:
         """The scores [num_tokens, num_experts] with those outside of each token's groups at -inf."""
-        grouped = choice.view(choice.shape[0], self.num_expert_group, -1)
+        grouped = choice.view(choice.shape[0], self.num_expert_group, self.num_experts // self.num_expert_group)
         if self.group_score is GroupScore.MAX:
             worth = grouped.amax(dim=-1)
         else:
