@@ -100,12 +100,7 @@ class Attention(nn.Module):
         Returns [num_tokens, num_heads * head_size].
         """
         plan = sdpa.plan_step(
-            get_forward_context(),
-            query,
-            self.sliding_window,
-            key.shape[1],
-            group=self.cache_group,
-            cached=self.kv_cache is not None,
+            get_forward_context(), query, key, value, self.kv_cache, self.sliding_window, group=self.cache_group
         )
         return sdpa.attend(query, key, value, self.kv_cache, plan, self.num_kv_heads, self.head_size, self.scale)
 
