@@ -10,9 +10,22 @@ from torchplug.config import EPLBConfig, ParallelConfig
 from torchplug.errors import ContractError
 from torchplug.forward_context import ForwardContext, set_forward_context
 from torchplug.layers import FusedMoE, WeightsMismatch, load_weights
+from torchplug.layers.cpu import kernels
 from torchplug.layers.moe_model import FusedMoEModel
 
 HIDDEN, INNER = 24, 13
+
+
+@pytest.fixture(scope="module", autouse=True, params=["native", "torch"])
+def kernel(request):
+    """With the kernel for all experts of a few tokens, where this machine can have it, and without."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(kernels, "experts", lambda w13, w2: None)
+            patch.setattr(kernels, "linear", lambda weight: None)
+        elif kernels.experts(torch.zeros(1, 2, 1), torch.zeros(1, 1, 1)) is None:
+            pytest.skip("no native kernels here")
+        yield request.param
 
 
 def layer(
@@ -37,7 +50,8 @@ def layer(
         weights["gate_up_proj_bias"] = torch.randn(num_experts, 2 * inner, generator=generator)
         weights["down_proj_bias"] = torch.randn(num_experts, hidden, generator=generator)
     assert load_weights(made, weights.items()) == set(dict(made.named_parameters()))
-    return made.to(dtype), weights
+    made.to(dtype).process_weights_after_loading()
+    return made, weights
 
 
 def batch(tokens, num_experts, top_k, *, seed=1, dtype=torch.float32, hidden=HIDDEN):
@@ -97,6 +111,17 @@ def test_the_activation_is_the_named_one():
         assert_close(moe(*inputs), summed_by_hand(weights, *inputs))
 
 
+def test_the_kernel_is_used_where_there_is_one(kernel):
+    assert (layer()[0]._native is not None) == (kernel == "native")
+    assert layer(activation="gelu")[0]._native is None
+
+
+def test_more_tokens_than_the_kernel_takes():
+    moe, weights = layer()
+    inputs = batch(kernels.MOST_ROWS + 1, 5, 2)
+    assert_close(moe(*inputs), summed_by_hand(weights, *inputs))
+
+
 def test_no_token_gives_no_row():
     moe, _ = layer()
     assert moe(*batch(0, 5, 2)).shape == (0, HIDDEN)
@@ -104,20 +129,28 @@ def test_no_token_gives_no_row():
 
 def test_an_expert_that_nobody_chose_is_never_multiplied():
     moe, weights = layer()
+    moe._native = None
     inputs = batch(30, 3, 2)  # experts 3 and 4 are not chosen
     multiplied = []
-    plain = moe._product
 
     def counted(x, weight, bias):
         multiplied.append(len(x))
-        return plain(x, weight, bias)
+        return F.linear(x, weight, bias)
 
-    moe._product = counted
+    moe._gate_up_product = moe._down_product = counted
     moe.w13_weight[3:] = float("nan")
     assert_close(moe(*inputs), summed_by_hand(weights, *inputs))
     assert len(multiplied) == 6 and sum(multiplied) == 2 * 60
     moe(*batch(1, 3, 2))
     assert len(multiplied) == 10
+
+
+def test_an_expert_that_nobody_chose_does_not_reach_the_result():
+    moe, weights = layer()
+    inputs = batch(30, 3, 2)
+    for tensor in moe.get_expert_weights():
+        tensor[3:] = float("nan")
+    assert_close(moe(*inputs), summed_by_hand(weights, *inputs))
 
 
 def test_what_all_tokens_go_through_is_added():
@@ -156,7 +189,7 @@ def test_slots_may_change_places_and_no_bit_of_the_result_changes(dtype, hidden,
     place = order.argsort()  # where each old slot went
     slots.copy_(torch.where(slots >= 0, place[slots.clamp(min=0)], -1))
     after = moe(*inputs)
-    if hidden == 33:
+    if hidden == 33 and moe._native is None:
         # A slot's rows begin at other offsets from a cache line then, where MKL sums in another order.
         assert_close(after.float(), before.float())
     else:

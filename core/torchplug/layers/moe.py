@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from torchplug.config import ParallelConfig
 from torchplug.forward_context import get_forward_context
-from torchplug.layers.activation import get_act_and_mul
+from torchplug.layers.activation import SiluAndMul, get_act_and_mul
+from torchplug.layers.cpu import kernels
+from torchplug.layers.cpu.kernels import Product
 from torchplug.layers.placement import EplbViews, ExpertPlacement
 from torchplug.layers.weights import CheckpointPart
 
@@ -85,7 +87,9 @@ class FusedMoE(nn.Module):
         self.w2_weight = parameter(hidden_size, intermediate_size)
         self.w13_bias = parameter(2 * intermediate_size) if bias else None
         self.w2_bias = parameter(hidden_size) if bias else None
-        self._product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+        self._gate_up_product: Product = F.linear
+        self._down_product: Product = F.linear
+        self._native: kernels.Experts | None = None
         self._eplb: EplbViews | None = None
 
     def forward(
@@ -107,16 +111,22 @@ class FusedMoE(nn.Module):
         Returns [num_tokens, hidden_size] in the dtype of `hidden_states`.
         """
         slots = topk_ids if self._eplb is None else self._balanced(self._eplb, topk_ids)
-        whole = self.placement.ep_size == 1 and self._eplb is None
-        if not whole:
-            # Picks of other ranks' slots, and of experts that do not exist, come last and are left out.
+        if self.placement.first_local:
             slots = slots - self.placement.first_local
-            here = (slots >= 0) & (slots < self.placement.num_local)
-            slots = torch.where(here, slots, self.placement.num_local)
-        if hidden_states.shape[0] == 1:
-            routed = self._one_token(hidden_states, topk_weights, slots)
-        else:
-            routed = self._by_expert(hidden_states, topk_weights, slots, whole)
+        routed = None
+        if self._native is not None:
+            own = self._parameters
+            routed = self._native(
+                hidden_states,
+                self.w13_weight,
+                own.get("w13_bias"),
+                self.w2_weight,
+                own.get("w2_bias"),
+                slots,
+                topk_weights,
+            )
+        if routed is None:
+            routed = self._by_expert(hidden_states, topk_weights, slots)
         return routed if shared is None else routed + shared(hidden_states)
 
     def _balanced(self, eplb: EplbViews, topk_ids: Tensor) -> Tensor:
@@ -128,21 +138,16 @@ class FusedMoE(nn.Module):
             eplb.record(slots[: slots.shape[0] - context.num_padding_tokens])
         return slots
 
-    def _one_token(self, hidden_states: Tensor, topk_weights: Tensor, slots: Tensor) -> Tensor:
-        """Nothing to sort: the token's own experts, one after another."""
-        picks = [(pick, slot) for pick, slot in enumerate(slots[0].tolist()) if slot < self.placement.num_local]
-        if not picks:
-            return torch.zeros_like(hidden_states)
-        if len(picks) < slots.shape[1]:
-            topk_weights = topk_weights[:, [pick for pick, _ in picks]]
-        rows = torch.cat([self._expert(hidden_states, slot) for _, slot in picks])
-        return _weighted(rows.unsqueeze(0), topk_weights)
-
-    def _by_expert(self, hidden_states: Tensor, topk_weights: Tensor, slots: Tensor, whole: bool) -> Tensor:
+    def _by_expert(self, hidden_states: Tensor, topk_weights: Tensor, slots: Tensor) -> Tensor:
         num_tokens, top_k = slots.shape
+        num_local = self.placement.num_local
+        whole = self.placement.ep_size == 1 and self._eplb is None
+        if not whole:
+            # Picks of other ranks' slots, and of experts that do not exist, come last and are left out.
+            slots = torch.where((slots >= 0) & (slots < num_local), slots, num_local)
         flat = slots.flatten()
         order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=self.placement.num_local).tolist()[: self.placement.num_local]
+        counts = flat.bincount(minlength=num_local).tolist()[:num_local]
         used = order if whole else order[: sum(counts)]
         gathered = hidden_states.index_select(0, used.div(top_k, rounding_mode="floor"))
         results, start = [], 0
@@ -154,13 +159,23 @@ class FusedMoE(nn.Module):
         rows = make(num_tokens * top_k, self.hidden_size)
         if results:
             rows.index_copy_(0, used, torch.cat(results))
-        return _weighted(rows.view(num_tokens, top_k, self.hidden_size), topk_weights)
+        rows = rows.view(num_tokens, top_k, self.hidden_size)
+        # In float32, in the order of the token's choices.
+        return (rows * topk_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
 
     def _expert(self, rows: Tensor, slot: int) -> Tensor:
         """[n, hidden_size] -> [n, hidden_size] through the expert in a slot of this rank."""
-        product = self._product
-        gate_up = product(rows, self.w13_weight[slot], None if self.w13_bias is None else self.w13_bias[slot])
-        return product(self.act_fn(gate_up), self.w2_weight[slot], None if self.w2_bias is None else self.w2_bias[slot])
+        bias = None if self.w13_bias is None else self.w13_bias[slot]
+        inner = self.act_fn(self._gate_up_product(rows, self.w13_weight[slot], bias))
+        bias = None if self.w2_bias is None else self.w2_bias[slot]
+        return self._down_product(inner, self.w2_weight[slot], bias)
+
+    def process_weights_after_loading(self) -> None:
+        """Choose how to multiply here; called once by the loader. The weights stay plain rows, which can be moved."""
+        if isinstance(self.act_fn, SiluAndMul):
+            self._native = kernels.experts(self.w13_weight, self.w2_weight)
+        self._gate_up_product = kernels.linear(self.w13_weight[0]) or F.linear
+        self._down_product = kernels.linear(self.w2_weight[0]) or F.linear
 
     # -- weights and the load balancer ----------------------------------------------------------------------------
 
@@ -265,8 +280,3 @@ class FusedMoE(nn.Module):
         placement = self.placement
         slots = "" if placement.num_local == self.num_experts else f", {placement.num_local} slots here"
         return f"num_experts={self.num_experts}{slots}, {self.hidden_size} -> {self.intermediate_size}"
-
-
-def _weighted(rows: Tensor, weights: Tensor) -> Tensor:
-    """[n, k, hidden] weighted by float32 [n, k] and added up in float32, in the order of k -> [n, hidden]."""
-    return (rows * weights.unsqueeze(-1)).sum(dim=1).to(rows.dtype)
