@@ -118,7 +118,7 @@ def test_the_kernel_is_used_where_there_is_one(kernel):
 
 def test_more_tokens_than_the_kernel_takes():
     moe, weights = layer()
-    inputs = batch(kernels.MOST_ROWS + 1, 5, 2)
+    inputs = batch(kernels.MOST_ROWS + 1, 5, 5)
     assert_close(moe(*inputs), summed_by_hand(weights, *inputs))
 
 

@@ -100,7 +100,7 @@ def experts(w13: Tensor, w2: Tensor) -> Experts | None:
         layer: _Experts = layer,
     ) -> Tensor | None:
         tokens, top_k = slots.shape
-        if tokens > MOST_ROWS or not readable(x, dtype) or not (w13.is_contiguous() and w2.is_contiguous()):
+        if tokens * top_k > MOST_ROWS * num_slots or not readable(x, dtype) or not (w13.is_contiguous() and w2.is_contiguous()):
             return None
         x, slots, weights = x.contiguous(), slots.contiguous(), weights.contiguous()
         y = _empty(tokens, hidden, dtype=dtype)
