@@ -52,8 +52,8 @@ class LlamaAttention(nn.Module):
         self.q_size, self.kv_size = self.qkv_proj.q_size, self.qkv_proj.kv_size
 
     def forward(self, hidden_states: Tensor, rotation: Rotation) -> Tensor:
-        qk, value = self.qkv_proj(hidden_states).split((self.q_size + self.kv_size, self.kv_size), dim=-1)
-        query, key = apply_rotary(qk, rotation, self.head_size).split((self.q_size, self.kv_size), dim=-1)
+        qk, value = self.qkv_proj(hidden_states).split_with_sizes((self.q_size + self.kv_size, self.kv_size), -1)
+        query, key = apply_rotary(qk, rotation, self.head_size).split_with_sizes((self.q_size, self.kv_size), -1)
         return self.o_proj(self.attn(query, key, value))
 
 

@@ -1,5 +1,5 @@
-"""The attention backend for CPU, and in plain PyTorch for any device: a kernel of our own for requests with one new token
-where there is one, `scaled_dot_product_attention` over slices of the cache otherwise.
+"""The attention backend in plain PyTorch, `scaled_dot_product_attention` over slices of the cache; on CPU a kernel of our
+own, where there is one, for requests with one new token.
 
 A step is planned once, on first use by a layer, and executed by every layer with the same window. The cache is [1,
 num_kv_heads, slots, head_size] in the shape that SDPA takes, in memory slot by slot, so that writing a token touches
@@ -303,9 +303,9 @@ def _decode_parts(
     if key_bytes is None:
         if not count:
             return []
-        lengths = torch.tensor([decode.length for decode in decodes], dtype=torch.int32)
+        seen = torch.tensor([decode.length for decode in decodes], dtype=torch.int32)
         slots = layout.slot_mapping[start:stop]
-        step = PagedStep(_tables(layout, decodes), lengths, slots, context.block_size, window)
+        step = PagedStep(_tables(layout, decodes), seen, slots, context.block_size, window)
         return [_Part(start, count, True, step)]
     if count > 1:
         if stride := _stride(decodes):

@@ -16,8 +16,8 @@ typedef struct {
     int64_t slots;
 } Experts;
 
-void torchplug_linear(const Matrix *matrix, const char *w, const char *bias, const char *x, char *y, int64_t rows, int threads);
-void torchplug_silu_and_mul(const char *x, char *out, int64_t rows, int64_t size, int threads, int dtype);
+int torchplug_linear(const Matrix *matrix, const char *w, const char *bias, const char *x, char *y, int64_t rows, int threads);
+int torchplug_silu_and_mul(const char *x, char *out, int64_t rows, int64_t size, int threads, int dtype);
 
 typedef struct {
     const char *w13, *b13, *w2, *b2, *x;

@@ -28,7 +28,8 @@ MOST_ROWS = 256
 """Rows above which F.linear is as fast: it then spends little of its time on rearranging the weight."""
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
-_empty, _threads, _compiling = torch.empty, torch.get_num_threads, torch.compiler.is_compiling
+_empty, _empty_like, _threads = torch.empty, torch.empty_like, torch.get_num_threads
+_compiling = torch.compiler.is_compiling
 
 
 def readable(x: Tensor, dtype: torch.dtype) -> bool:
@@ -57,7 +58,7 @@ def linear(weight: Tensor) -> Product | None:
         if not x.is_contiguous():
             x = x.contiguous()
         y = _empty(rows, out_features, dtype=dtype)
-        added = None if bias is None else bias.data_ptr()
+        added = 0 if bias is None else bias.data_ptr()
         run(address, weight.data_ptr(), added, x.data_ptr(), y.data_ptr(), rows, _threads())
         return y if len(shape) == 2 else y.view(*shape[:-1], out_features)
 
@@ -100,13 +101,17 @@ def experts(w13: Tensor, w2: Tensor) -> Experts | None:
         layer: _Experts = layer,
     ) -> Tensor | None:
         tokens, top_k = slots.shape
-        if tokens * top_k > MOST_ROWS * num_slots or not readable(x, dtype) or not (w13.is_contiguous() and w2.is_contiguous()):
+        if (
+            tokens * top_k > MOST_ROWS * num_slots
+            or not readable(x, dtype)
+            or not (w13.is_contiguous() and w2.is_contiguous())
+        ):
             return None
         x, slots, weights = x.contiguous(), slots.contiguous(), weights.contiguous()
         y = _empty(tokens, hidden, dtype=dtype)
         failed = run(
-            address, w13.data_ptr(), None if b13 is None else b13.data_ptr(),
-            w2.data_ptr(), None if b2 is None else b2.data_ptr(),
+            address, w13.data_ptr(), 0 if b13 is None else b13.data_ptr(),
+            w2.data_ptr(), 0 if b2 is None else b2.data_ptr(),
             x.data_ptr(), slots.data_ptr(), weights.data_ptr(), y.data_ptr(), tokens, top_k, _threads(),
         )  # fmt: skip
         if failed:
@@ -121,9 +126,10 @@ class _Norm(ctypes.Structure):
     _fields_ = (("size", c_int64), ("eps", c_float), ("dtype", c_int))
 
 
-def rms_norm(
-    weight: Tensor, eps: float
-) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor] | None] | None:
+Normalise = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor] | None]
+
+
+def rms_norm(weight: Tensor, eps: float) -> Normalise | None:
     """(x, weight, residual) -> (normalised, x + residual) for weights like this one; None where there is no kernel."""
     code = _CODES.get(weight.dtype)
     run = _function("torchplug_rms_norm") if weight.is_cpu and code is not None else None
@@ -144,19 +150,18 @@ def rms_norm(
             outer, inner, outer_stride, inner_stride = shape[0], shape[1], strides[0] * size, strides[1] * size
         else:
             return None
-        out = _empty(*shape, dtype=dtype)
-        if residual is None:
-            run(
-                address, weight.data_ptr(), x.data_ptr(), outer, inner, outer_stride, inner_stride,
-                None, out.data_ptr(), None, _threads(),
-            )  # fmt: skip
-            return out, x
-        if not readable(residual, dtype) or residual.shape != shape or not residual.is_contiguous():
-            return None
-        summed = _empty(*shape, dtype=dtype)
+        added, to = 0, 0
+        summed = x
+        if residual is not None:
+            if not readable(residual, dtype) or residual.shape != shape or not residual.is_contiguous():
+                return None
+            summed = _empty_like(residual)
+            added, to = residual.data_ptr(), summed.data_ptr()
+        # Half the price of `empty`, and without gaps where `x` is.
+        out = _empty_like(x) if x.is_contiguous() else _empty(*shape, dtype=dtype)
         run(
             address, weight.data_ptr(), x.data_ptr(), outer, inner, outer_stride, inner_stride,
-            residual.data_ptr(), out.data_ptr(), summed.data_ptr(), _threads(),
+            added, out.data_ptr(), to, _threads(),
         )  # fmt: skip
         return out, summed
 
@@ -302,23 +307,12 @@ def _layer(num_kv_heads: int, group: int, head_size: int, scale: float, code: in
     return ctypes.addressof(_layers[-1])
 
 
-_ARGUMENTS = {
-    "torchplug_linear": 7,
-    "torchplug_experts": 12,
-    "torchplug_rms_norm": 11,
-    "torchplug_silu_and_mul": 6,
-    "torchplug_rotary": 12,
-    "torchplug_argmax": 6,
-    "torchplug_paged_attention": 12,
-}
-
-
 @cache
 def _function(name: str) -> Callable[..., int] | None:
+    """A kernel as a function of integers: sizes and addresses."""
     native = library()
     if native is None:
         return None
-    function = native[name]
-    # Every argument is an integer or an address; one type for all is what ctypes converts fastest.
-    function.argtypes = [c_void_p] * _ARGUMENTS[name]
-    return function
+    make = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p)(("torchplug_callable", native))
+    made: Callable[..., int] = make(ctypes.cast(native[name], c_void_p))
+    return made
