@@ -120,6 +120,15 @@ class CacheConfig:
     mamba_ssm_cache_dtype: str = "auto"
 
 
+def size_problems(**sizes: Any) -> list[Problem]:
+    """What is wrong with arguments that are each an integer of at least 1, or None where a default applies."""
+    return [
+        Problem(name, f"expected an integer of at least 1, got {value!r:.80}", f"correct {name}")
+        for name, value in sizes.items()
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
+    ]
+
+
 @dataclass(slots=True)
 class SchedulerConfig:
     """Most requests in one step and most tokens in one step."""

@@ -137,6 +137,16 @@ class PagedCache:
             f"room for {self.concurrency:.1f} requests of {self.max_tokens} tokens at once"
         )
 
+    def as_dict(self) -> dict[str, int | float]:
+        """What `str` says, as data."""
+        return {
+            "kv_cache_bytes": self.num_bytes,
+            "num_blocks": sum(group.num_blocks for group in self.groups),
+            "block_size": self.block_size,
+            "max_tokens": self.max_tokens,
+            "concurrency": self.concurrency,
+        }
+
     def clear(self) -> None:
         """Give all memory back."""
         for layer in self._layers:

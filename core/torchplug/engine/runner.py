@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchplug.engine.kv_cache import PagedCache
 from torchplug.errors import ContractError, Problem
 from torchplug.forward_context import BlockLayout, ForwardContext, set_forward_context
+from torchplug.host.blame import RUNNING, blamed
 
 if TYPE_CHECKING:
     from torchplug.engine.scheduler import Scheduled
@@ -32,6 +33,7 @@ class Runner:
         max_num_batched_tokens: Most tokens in a step.
         embedding: Gives the hook `embed_input_ids` where a wrapper is attached to it, else None: then the module embeds
             its tokens itself, which is the same and one call less.
+        subject: How errors name the model; None: by its class.
 
     Attributes:
         cached: Whether the module keeps keys and values between steps.
@@ -47,8 +49,10 @@ class Runner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         embedding: Callable[[], Callable[[Tensor], Tensor] | None] = lambda: None,
+        subject: str | None = None,
     ) -> None:
         self._module = module
+        self._subject = subject or f"model {type(module).__name__!r}"
         self._embedding = embedding
         self._device = device
         self._cache = cache
@@ -75,6 +79,8 @@ class Runner:
 
         Raises:
             ContractError: The model returned another number of rows than it was given.
+            PluginError: A method of the model failed; its exception is the cause.
+            DeviceError: There was not enough memory.
         """
         if not self.cached:
             return self._run_alone(batch)
@@ -142,15 +148,18 @@ class Runner:
 
     def _forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         embed = self._embedding()
-        if embed is None:
-            hidden_states = self._module(input_ids, positions)
-        else:
-            hidden_states = self._module(None, positions, inputs_embeds=embed(input_ids))
+        embeds = None if embed is None else embed(input_ids)
+        with blamed(self._subject, type(self._module), "forward", RUNNING):
+            if embeds is None:
+                hidden_states = self._module(input_ids, positions)
+            else:
+                hidden_states = self._module(None, positions, inputs_embeds=embeds)
         self._check_rows("forward", hidden_states, len(input_ids))
         return hidden_states  # type: ignore[no-any-return]
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
-        logits = self._module.compute_logits(hidden_states)  # type: ignore[operator]
+        with blamed(self._subject, type(self._module), "compute_logits", RUNNING):
+            logits = self._module.compute_logits(hidden_states)  # type: ignore[operator]
         self._check_rows("compute_logits", logits, len(hidden_states))
         return logits  # type: ignore[no-any-return]
 
@@ -158,7 +167,7 @@ class Runner:
         if not isinstance(result, Tensor) or result.ndim != 2 or result.shape[0] != expected:
             found = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ContractError(
-                f"model {type(self._module).__name__!r}",
+                self._subject,
                 Problem(
                     method,
                     f"expected a tensor with one row for each of {expected} tokens, found {found}",
