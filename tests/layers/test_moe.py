@@ -122,6 +122,26 @@ def test_more_tokens_than_the_kernel_takes():
     assert_close(moe(*inputs), summed_by_hand(weights, *inputs))
 
 
+def test_ids_of_another_integer_type_and_weights_of_another_float_are_taken():
+    moe, weights = layer()
+    x, shares, ids = batch(6, 5, 2)
+    expected = summed_by_hand(weights, x, shares, ids)
+    assert_close(moe(x, shares, ids.int()), expected)
+    assert_close(moe(x, shares.double(), ids), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_tensors_that_do_not_fit_each_other_are_an_error(tokens):
+    moe, _ = layer()
+    x, shares, ids = batch(tokens, 5, 2)
+    with pytest.raises(RuntimeError):
+        moe(x[:, :-1], shares, ids)
+    with pytest.raises(RuntimeError):
+        moe(x, torch.rand(tokens, 3), ids)
+    with pytest.raises((RuntimeError, IndexError)):
+        moe(x, torch.rand(tokens + 5, 2), torch.zeros(tokens + 5, 2, dtype=torch.int64))
+
+
 def test_no_token_gives_no_row():
     moe, _ = layer()
     assert moe(*batch(0, 5, 2)).shape == (0, HIDDEN)

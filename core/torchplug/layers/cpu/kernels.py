@@ -104,6 +104,10 @@ def experts(w13: Tensor, w2: Tensor) -> Experts | None:
         if (
             tokens * top_k > MOST_ROWS * num_slots
             or not readable(x, dtype)
+            or slots.dtype is not torch.int64
+            or weights.dtype is not torch.float32
+            or x.shape != (tokens, hidden)
+            or weights.shape != slots.shape
             or not (w13.is_contiguous() and w2.is_contiguous())
         ):
             return None
