@@ -184,3 +184,33 @@ def greedy(weights, tokens, count):
         logits = norm(x[-1], weights["norm.weight"]) @ weights["lm_head.weight"].T
         tokens.append(int(logits.argmax()))
     return tokens[-count:]
+
+
+def test_the_mixture_of_experts_claims_its_interface_and_equals_the_sum_written_out():
+    from torchplug.config import DeviceConfig, EPLBConfig, HfConfig, ModelConfig, ParallelConfig, VllmConfig
+    from torchplug.interfaces import is_mixture_of_experts
+
+    (source,) = re.findall(
+        r"^```python\n(import torch\n.*?class SparseForCausalLM.*?)^```$", PAGE, re.DOTALL | re.MULTILINE
+    )
+    names: dict = {}
+    exec(source, names)
+    values = {"hidden_size": 16, "num_experts": 4, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    config = VllmConfig(
+        ModelConfig("x", HfConfig(values, source="x/config.json"), torch.float32, 64),
+        DeviceConfig(torch.device("cpu")),
+        parallel_config=ParallelConfig(eplb_config=EPLBConfig(2)),
+    )
+    model = names["SparseForCausalLM"](vllm_config=config)
+    assert is_mixture_of_experts(model) and model.num_physical_experts == 6 and model.num_moe_layers == 2
+    layer = model.layers[1]
+    for parameter in layer.parameters():
+        parameter.data.normal_()
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        chosen = torch.softmax(layer.gate.weight @ x[0], 0).topk(2)
+        expected = layer.shared_expert.weight @ x[0]
+        for weight, expert in zip(chosen.values / chosen.values.sum(), chosen.indices, strict=True):
+            gate, up = (layer.experts.w13_weight[expert] @ x[0]).chunk(2)
+            expected += weight * (layer.experts.w2_weight[expert] @ (F.silu(gate) * up))
+        torch.testing.assert_close(layer(x)[0], expected, rtol=1e-4, atol=1e-4)

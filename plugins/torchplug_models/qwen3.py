@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torchplug import VllmConfig
 from torchplug.layers import RMSNorm, Rotation, apply_rotary
 
 from torchplug_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
@@ -44,7 +45,8 @@ class Qwen3ForCausalLM(Qwen2ForCausalLM):
     }
 
     @staticmethod
-    def decoder_layer(config: Any, index: int, prefix: str) -> nn.Module:
+    def decoder_layer(vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_config
         attention = Qwen3Attention(
             config,
             f"{prefix}.self_attn",

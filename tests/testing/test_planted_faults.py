@@ -166,14 +166,15 @@ def assert_only(results, name, text):
     assert text in failed[name] and "fix: " in failed[name]
 
 
-OF_STATES = {"layer_kinds", "state_shapes", "fresh_state", "state_snapshots"}
-"""Checks that do not apply to a class without a recurrent layer; test_planted_state_faults.py proves them."""
+OF_OTHER_KINDS = {"layer_kinds", "state_shapes", "fresh_state", "state_snapshots", "expert_layers", "expert_swap"}
+"""Checks that do not apply to a class without recurrent layers and experts; test_planted_state_faults.py and
+test_planted_expert_faults.py prove them."""
 
 
 def test_a_healthy_class_passes_every_check(make_package):
     results = check_model(make_package().name)
     assert {result.check.name: result.outcome for result in results} == {
-        check.name: Outcome.SKIPPED if check.name in OF_STATES else Outcome.OK for check in CHECKS
+        check.name: Outcome.SKIPPED if check.name in OF_OTHER_KINDS else Outcome.OK for check in CHECKS
     }
 
 
@@ -204,7 +205,7 @@ def test_a_package_that_only_this_process_sees_is_caught_by_discovery_alone(make
 
 
 def test_every_check_has_a_fault():
-    elsewhere = {"registration", "discovery_in_a_new_process", *OF_STATES}
+    elsewhere = {"registration", "discovery_in_a_new_process", *OF_OTHER_KINDS}
     assert {check for check, _, _ in FAULTS.values()} | elsewhere == {check.name for check in CHECKS}
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torchplug.testing import CHECKS, Outcome, check_model
-
-SOURCE = (Path(__file__).parent / "healthy_recurrent.py").read_text()
 
 FAULTS = {
     "a_name_of_attention_that_nobody_builds": (
@@ -105,7 +101,7 @@ def one_thread():
 
 
 def test_a_healthy_hybrid_passes_every_check(make_package):
-    results = check_model(make_package(source=SOURCE).name)
+    results = check_model(make_package(healthy="healthy_recurrent.py").name)
     assert {result.check.name: result.outcome for result in results} == {check.name: Outcome.OK for check in CHECKS}
     (snapshots,) = [result for result in results if result.check.name == "state_snapshots"]
     assert snapshots.notes == ("44 prompt tokens from the cache",)
@@ -114,7 +110,7 @@ def test_a_healthy_hybrid_passes_every_check(make_package):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_caught_by_its_own_check_and_no_other(make_package, fault):
     check, change, text = FAULTS[fault]
-    results = check_model(make_package(change, source=SOURCE).name)
+    results = check_model(make_package(change, healthy="healthy_recurrent.py").name)
     failed = {r.check.name: str(r.error()) for r in results if r.outcome is Outcome.FAILED}
     assert set(failed) == {check}, failed
     assert text in failed[check] and "fix: " in failed[check]

@@ -16,10 +16,14 @@ from torchplug.layers.linear import (
 )
 from torchplug.layers.mamba import MambaMixer
 from torchplug.layers.mamba2 import MambaMixer2
+from torchplug.layers.moe import FusedMoE
+from torchplug.layers.moe_model import FusedMoEModel
 from torchplug.layers.norm import RMSNorm
+from torchplug.layers.placement import ExpertPlacement
 from torchplug.layers.recurrent import RecurrentLayer
-from torchplug.layers.rope_scaling import rope_from_config
+from torchplug.layers.rope_scaling import rope_from_config, softmax_scaling
 from torchplug.layers.rotary import RotaryEmbedding, Rotation, apply_rotary
+from torchplug.layers.routing import GroupScore, TopKRouter
 from torchplug.layers.short_conv import ShortConv
 from torchplug.layers.state_copy import get_conv_copy_spec, get_temporal_copy_spec
 from torchplug.layers.state_shapes import (
@@ -28,16 +32,21 @@ from torchplug.layers.state_shapes import (
     mamba2_state_shapes,
     short_conv_state_shapes,
 )
-from torchplug.layers.weights import WeightsMismatch, load_weights
+from torchplug.layers.weights import CheckpointPart, WeightsMismatch, load_weights
 from torchplug.layers.window import layer_window
 
 __all__ = [
     "ActAndMul",
     "Attention",
     "CausalConv1d",
+    "CheckpointPart",
     "ColumnParallelLinear",
+    "ExpertPlacement",
     "ForwardContext",
+    "FusedMoE",
+    "FusedMoEModel",
     "GatedRMSNorm",
+    "GroupScore",
     "KVCacheSpec",
     "Linear",
     "MambaMixer",
@@ -53,6 +62,7 @@ __all__ = [
     "ShortConv",
     "SiluAndMul",
     "StateSettings",
+    "TopKRouter",
     "VocabParallelEmbedding",
     "WeightsMismatch",
     "allocate_kv_cache",
@@ -68,4 +78,5 @@ __all__ = [
     "mamba2_state_shapes",
     "rope_from_config",
     "short_conv_state_shapes",
+    "softmax_scaling",
 ]

@@ -21,6 +21,7 @@ from torchplug.testing.behaviour import (
     chunk_split,
     dtype_and_device,
 )
+from torchplug.testing.experts import expert_layers, expert_swap
 from torchplug.testing.findings import Advice, Finding
 from torchplug.testing.processes import discovery_in_a_new_process, import_contract
 from torchplug.testing.promises import claims, registration, signatures, stubs
@@ -156,6 +157,16 @@ CHECKS: Final[tuple[Check, ...]] = (
         state_snapshots,
         "a prompt that goes on from a kept state gives what computing it from its beginning gives",
         needs=_LOADS,
+    ),
+    Check(
+        expert_layers,
+        "the counts of experts fit each other, in one process and in two, and every expert layer can be balanced",
+        needs=_SOUND,
+    ),
+    Check(
+        expert_swap,
+        "moving experts between slots, weights and maps, changes no logits, and the loads follow",
+        needs=(*_LOADS, "expert_layers"),
     ),
 )
 """Every check, in the order in which they are run."""

@@ -69,6 +69,66 @@ def linear(weight: Tensor) -> Product | None:
     return product
 
 
+class _Experts(ctypes.Structure):
+    _fields_ = (("gate_up", _Matrix), ("down", _Matrix), ("slots", c_int64))
+
+
+Experts = Callable[
+    [Tensor, Tensor, "Tensor | None", Tensor, "Tensor | None", Tensor, Tensor],
+    "Tensor | None",
+]
+
+
+def experts(w13: Tensor, w2: Tensor) -> Experts | None:
+    """(x, w13, b13, w2, b2, slots, weights) -> the weighted sum of each token's experts, gated by silu, for weights
+    [slots, 2 * inner, hidden] and [slots, hidden, inner] like these; None where there is no kernel.
+
+    x: [tokens, hidden]; slots int64 and weights float32, both [tokens, top_k]; a slot that there is not gives nothing.
+    The function raises MemoryError.
+    """
+    code = _CODES.get(w13.dtype)
+    run = _function("torchplug_experts") if w13.is_cpu and code is not None and w2.dtype is w13.dtype else None
+    if run is None:
+        return None
+    dtype, (num_slots, hidden, inner) = w13.dtype, w2.shape
+    layer = _Experts(_Matrix(hidden, 2 * inner, code), _Matrix(inner, hidden, code), num_slots)
+
+    def experts_of(
+        x: Tensor,
+        w13: Tensor,
+        b13: Tensor | None,
+        w2: Tensor,
+        b2: Tensor | None,
+        slots: Tensor,
+        weights: Tensor,
+        layer: _Experts = layer,
+    ) -> Tensor | None:
+        tokens, top_k = slots.shape
+        if (
+            tokens * top_k > MOST_ROWS * num_slots
+            or not readable(x, dtype)
+            or slots.dtype is not torch.int64
+            or weights.dtype is not torch.float32
+            or x.shape != (tokens, hidden)
+            or weights.shape != slots.shape
+            or not (w13.is_contiguous() and w2.is_contiguous())
+        ):
+            return None
+        x, slots, weights = x.contiguous(), slots.contiguous(), weights.contiguous()
+        y = _empty(tokens, hidden, dtype=dtype)
+        failed = run(
+            address, w13.data_ptr(), 0 if b13 is None else b13.data_ptr(),
+            w2.data_ptr(), 0 if b2 is None else b2.data_ptr(),
+            x.data_ptr(), slots.data_ptr(), weights.data_ptr(), y.data_ptr(), tokens, top_k, _threads(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for the rows of a step's experts")
+        return y
+
+    address = ctypes.addressof(layer)
+    return experts_of
+
+
 class _Norm(ctypes.Structure):
     _fields_ = (("size", c_int64), ("eps", c_float), ("dtype", c_int))
 
