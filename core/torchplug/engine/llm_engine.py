@@ -12,6 +12,7 @@ from torch import Tensor
 from torchplug.config import CompilationMode
 from torchplug.engine.block_manager import BlockManager, PrefixCacheStats
 from torchplug.engine.compiled import CompiledForward
+from torchplug.engine.cpu_threads import limit_threads
 from torchplug.engine.decode_graphs import DecodeGraphs, graph_device, why_not_recorded
 from torchplug.engine.grammar import Grammars
 from torchplug.engine.kv_cache import PagedCache
@@ -69,6 +70,8 @@ class LLMEngine:
         self.max_model_len = config.model_config.max_model_len
         self.vocab_size: int | None = config.model_config.hf_text_config.get("vocab_size")
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        if model.device.type == "cpu":
+            limit_threads()
         check_step_memory(config, self.vocab_size)
         graphs, self._why_no_graphs = self._decode_graphs(model)
         states = StatePool.of(model)
