@@ -125,7 +125,7 @@ def selective_scan(decay: Tensor, bias: Tensor, skip: Tensor, dtype: torch.dtype
     if run is None:
         return None
     decay = F.pad(decay * _LOG2_E, (0, _filled(size) - size, 0, _filled(channels) - channels)).contiguous()
-    kept = (decay, bias, skip)
+    kept = (decay, bias.float(), skip.float())
     structure = _Selective(channels, size, *(tensor.data_ptr() for tensor in kept), code)
 
     def scan(
@@ -190,7 +190,7 @@ def ssd_scan(
     run, code = _kernel("torchplug_ssd_scan", decay, dtype, size <= _MOST_STATE)
     if run is None:
         return None
-    kept = (decay * _LOG2_E, bias, skip)
+    kept = (decay * _LOG2_E, bias.float(), skip.float())
     structure = _Heads(heads, head_dim, size, groups, *(tensor.data_ptr() for tensor in kept), *limit, code)
 
     def scan(
