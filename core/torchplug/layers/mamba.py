@@ -143,7 +143,7 @@ class MambaMixer(RecurrentLayer):
                 part.tokens.of(x), part.tokens.of(dt), decay, part.tokens.of(b), part.tokens.of(c), state, part
             )
             part.slots.write(ssm_state, state)
-        out = step.join(decoded, scanned).addcmul_(x, self.D)
+        out = step.join(decoded, scanned).addcmul_(x, self.D.float())
         return out.mul_(F.silu(gate.float())).to(dtype)
 
     def extra_repr(self) -> str:

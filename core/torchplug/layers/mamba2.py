@@ -158,7 +158,7 @@ class MambaMixer2(RecurrentLayer):
                 part.tokens.of(x), part.tokens.of(dt), decay, part.tokens.of(b), part.tokens.of(c), state, part
             )
             part.slots.write(ssm_state, state)
-        return step.join(decoded, scanned).addcmul_(x, self.D.unsqueeze(-1)).flatten(-2)
+        return step.join(decoded, scanned).addcmul_(x, self.D.float().unsqueeze(-1)).flatten(-2)
 
     def extra_repr(self) -> str:
         return (

@@ -6,6 +6,7 @@
 #include "vector.h"
 
 #include <math.h>
+#include <stdlib.h>
 
 #define MOST_TAPS 8
 #define MOST_STATE 256 /* elements of a channel's state */
@@ -14,7 +15,7 @@
 /* The requests of a step: tokens [first, first + length) of the flat batch; slot -1 for none; fresh starts from zero. */
 typedef struct {
     const int64_t *first, *length, *slot, *fresh;
-    int64_t count, tokens;
+    int64_t count, tokens, threads;
 } Requests;
 
 typedef struct {
@@ -122,8 +123,9 @@ INLINE void convolve(const Convolution *conv, const Requests *requests, const St
 }
 
 INLINE void convolution(const Convolution *conv, const Requests *requests, const States *states, const Rows *x, char *out,
-                        int threads, int dtype)
+                        int dtype)
 {
+    const int threads = requests->tokens * conv->channels < WORTH_A_THREAD ? 1 : (int)requests->threads;
     #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < conv->channels; i += LANES)
         switch (conv->taps) {
@@ -137,14 +139,12 @@ INLINE void convolution(const Convolution *conv, const Requests *requests, const
 /* out [tokens, channels] = act(offset + sum over k of filters[k] * x[t - taps + 1 + k]); the last taps - 1 inputs of a
    request become the first rows of its state. */
 EXPORT void torchplug_causal_conv(const Convolution *conv, const Requests *requests, char *state, int64_t state_stride,
-                                  int state_dtype, const char *x, int64_t x_stride, char *out, int threads)
+                                  int state_dtype, const char *x, int64_t x_stride, char *out)
 {
     const States states = {state, state_stride, state_dtype};
     const Rows rows = {x, x_stride};
-    if (requests->tokens * conv->channels < WORTH_A_THREAD)
-        threads = 1;
-    BY_DTYPE(conv->dtype, convolution(conv, requests, &states, &rows, out, threads, FLOAT32),
-             convolution(conv, requests, &states, &rows, out, threads, BFLOAT16));
+    BY_DTYPE(conv->dtype, convolution(conv, requests, &states, &rows, out, FLOAT32),
+             convolution(conv, requests, &states, &rows, out, BFLOAT16));
 }
 
 /* -- what both scans share --------------------------------------------------------------------------------------- */
@@ -233,9 +233,10 @@ INLINE void select_block(const Selective *scan, const Requests *requests, const 
 }
 
 INLINE void selective(const Selective *scan, const Requests *requests, const States *states, const Rows *x, const Rows *dt,
-                      const Rows *gate, const Rows *bc, float *scratch, char *out, int threads, int dtype)
+                      const Rows *gate, const Rows *bc, float *scratch, char *out, int dtype)
 {
     const int64_t size = scan->size, width = padded(size), tokens = requests->tokens;
+    const int threads = tokens * scan->channels * size < WORTH_A_THREAD ? 1 : (int)requests->threads;
     float *b = scratch, *c = scratch + tokens * width;
     #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -254,19 +255,22 @@ INLINE void selective(const Selective *scan, const Requests *requests, const Sta
     }
 }
 
-/* out [tokens, channels] = (scan of x by softplus(dt + bias) + skip * x) * silu(gate). bc: [tokens, b then c], each `size` wide;
-   scratch: [2, tokens, padded size]. */
-EXPORT void torchplug_selective_scan(const Selective *scan, const Requests *requests, char *state, int64_t state_stride,
-                                     int state_dtype, const char *x, int64_t x_stride, const char *dt, int64_t dt_stride,
-                                     const char *gate, int64_t gate_stride, const char *bc, int64_t bc_stride, float *scratch,
-                                     char *out, int threads)
+/* out [tokens, channels] = (scan of x by softplus(dt + bias) + skip * x) * silu(gate). bc: [tokens, b then c], each `size` wide.
+   x and dt have no gaps between rows. Returns 1 where there is no memory for b and c as floats. */
+EXPORT int torchplug_selective_scan(const Selective *scan, const Requests *requests, char *state, int64_t state_stride,
+                                    int state_dtype, const char *x, const char *dt, const char *gate, int64_t gate_stride,
+                                    const char *bc, int64_t bc_stride, char *out)
 {
+    const int64_t row = scan->channels * size_of(scan->dtype);
     const States states = {state, state_stride, state_dtype};
-    const Rows xs = {x, x_stride}, dts = {dt, dt_stride}, gates = {gate, gate_stride}, bcs = {bc, bc_stride};
-    if (requests->tokens * scan->channels * scan->size < WORTH_A_THREAD)
-        threads = 1;
-    BY_DTYPE(scan->dtype, selective(scan, requests, &states, &xs, &dts, &gates, &bcs, scratch, out, threads, FLOAT32),
-             selective(scan, requests, &states, &xs, &dts, &gates, &bcs, scratch, out, threads, BFLOAT16));
+    const Rows xs = {x, row}, dts = {dt, row}, gates = {gate, gate_stride}, bcs = {bc, bc_stride};
+    float *scratch = malloc(2 * requests->tokens * padded(scan->size) * sizeof *scratch);
+    if (!scratch)
+        return 1;
+    BY_DTYPE(scan->dtype, selective(scan, requests, &states, &xs, &dts, &gates, &bcs, scratch, out, FLOAT32),
+             selective(scan, requests, &states, &xs, &dts, &gates, &bcs, scratch, out, BFLOAT16));
+    free(scratch);
+    return 0;
 }
 
 /* -- Mamba-2 ------------------------------------------------------------------------------------------------------ */
@@ -328,9 +332,10 @@ INLINE void head_block(const Heads *scan, const Requests *requests, const States
 }
 
 INLINE void by_heads(const Heads *scan, const Requests *requests, const States *states, const Rows *xbc, const Rows *dt,
-                     float *scratch, float *out, int threads, int dtype)
+                     float *scratch, float *out, int dtype)
 {
     const int64_t size = scan->size, width = padded(size), tokens = requests->tokens, heads = scan->heads, groups = scan->groups;
+    const int threads = tokens * heads * scan->head_dim * size < 4 * WORTH_A_THREAD ? 1 : (int)requests->threads;
     const int64_t head_dim = scan->head_dim, blocks = (head_dim + LANES - 1) / LANES;
     float *b = scratch, *c = b + tokens * groups * width, *steps = c + tokens * groups * width, *decays = steps + tokens * heads;
     #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -365,17 +370,19 @@ INLINE void by_heads(const Heads *scan, const Requests *requests, const States *
 }
 
 /* out float [tokens, heads * head_dim] = scan of x by softplus(dt + bias) + skip * x. xbc: [tokens, x, b, c], b and c being
-   [groups, size]; scratch: [tokens, 2 * groups * padded size + 2 * heads]. */
-EXPORT void torchplug_ssd_scan(const Heads *scan, const Requests *requests, char *state, int64_t state_stride, int state_dtype,
-                               const char *xbc, int64_t xbc_stride, const char *dt, int64_t dt_stride, float *scratch, float *out,
-                               int threads)
+   [groups, size]. Returns 1 where there is no memory for b, c, steps and decays as floats. */
+EXPORT int torchplug_ssd_scan(const Heads *scan, const Requests *requests, char *state, int64_t state_stride, int state_dtype,
+                              const char *xbc, int64_t xbc_stride, const char *dt, int64_t dt_stride, float *out)
 {
     const States states = {state, state_stride, state_dtype};
     const Rows rows = {xbc, xbc_stride}, dts = {dt, dt_stride};
-    if (requests->tokens * scan->heads * scan->head_dim * scan->size < 4 * WORTH_A_THREAD)
-        threads = 1;
-    BY_DTYPE(scan->dtype, by_heads(scan, requests, &states, &rows, &dts, scratch, out, threads, FLOAT32),
-             by_heads(scan, requests, &states, &rows, &dts, scratch, out, threads, BFLOAT16));
+    float *scratch = malloc(requests->tokens * 2 * (scan->groups * padded(scan->size) + scan->heads) * sizeof *scratch);
+    if (!scratch)
+        return 1;
+    BY_DTYPE(scan->dtype, by_heads(scan, requests, &states, &rows, &dts, scratch, out, FLOAT32),
+             by_heads(scan, requests, &states, &rows, &dts, scratch, out, BFLOAT16));
+    free(scratch);
+    return 0;
 }
 
 INLINE void gated_norm(const float *x, const Rows *gate, const char *weight, char *out, int64_t rows, int64_t groups,

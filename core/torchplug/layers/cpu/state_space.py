@@ -10,14 +10,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchplug.layers.cpu.build import library
-from torchplug.layers.cpu.kernels import readable
+from torchplug.layers.cpu.kernels import _function, readable
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
 _MOST_TAPS = 8
@@ -37,6 +36,7 @@ class _Requests(ctypes.Structure):
         ("fresh", c_void_p),
         ("count", c_int64),
         ("tokens", c_int64),
+        ("threads", c_int64),
     )
 
 
@@ -52,7 +52,9 @@ class StepRequests:
             *[value for column in zip(*requests, strict=True) for value in column]
         )
         start, column = ctypes.addressof(self._table), 8 * len(requests)
-        self._structure = _Requests(*(start + place * column for place in range(4)), len(requests), tokens)
+        self._structure = _Requests(
+            *(start + place * column for place in range(4)), len(requests), tokens, torch.get_num_threads()
+        )
         self.address = ctypes.addressof(self._structure)
 
 
@@ -81,7 +83,7 @@ def causal_conv(
     """(x [tokens, channels], state, requests) -> the convolved tokens, for float32 taps [kernel_size, channels]."""
     kernel_size, channels = taps.shape
     fits = 1 < kernel_size <= _MOST_TAPS and activation in (None, F.silu)
-    run, code = _kernel("torchplug_causal_conv", 9, taps, dtype, fits)
+    run, code = _kernel("torchplug_causal_conv", taps, dtype, fits)
     if run is None:
         return None
     kept = (taps, offset)
@@ -94,7 +96,7 @@ def causal_conv(
         if slots is None or not _rows(x, dtype):
             return None
         out = _empty(requests.tokens, channels, dtype=dtype)
-        run(address, requests.address, *slots, x.data_ptr(), _row(x), out.data_ptr(), _threads())
+        run(address, requests.address, *slots, x.data_ptr(), _row(x), out.data_ptr())
         return out
 
     address = ctypes.addressof(structure)
@@ -119,12 +121,11 @@ def selective_scan(decay: Tensor, bias: Tensor, skip: Tensor, dtype: torch.dtype
     """(x, dt, gate [tokens, channels], bc [tokens, 2 * size], state, requests) -> [tokens, channels] in `dtype`: the
     scan by softplus(dt + bias), with the skip, gated by silu; for float32 decay [channels, size]."""
     channels, size = decay.shape
-    run, code = _kernel("torchplug_selective_scan", 16, decay, dtype, size <= _MOST_STATE)
+    run, code = _kernel("torchplug_selective_scan", decay, dtype, size <= _MOST_STATE)
     if run is None:
         return None
-    width = _filled(size)
-    decay = F.pad(decay * _LOG2_E, (0, width - size, 0, _filled(channels) - channels)).contiguous()
-    kept = (decay, bias, skip)
+    decay = F.pad(decay * _LOG2_E, (0, _filled(size) - size, 0, _filled(channels) - channels)).contiguous()
+    kept = (decay, bias.float(), skip.float())
     structure = _Selective(channels, size, *(tensor.data_ptr() for tensor in kept), code)
 
     def scan(
@@ -139,13 +140,15 @@ def selective_scan(decay: Tensor, bias: Tensor, skip: Tensor, dtype: torch.dtype
         slots = _slots(state, (size, 1))
         if slots is None or not (_rows(x, dtype) and _rows(dt, dtype) and _rows(gate, dtype) and _rows(bc, dtype)):
             return None
-        tokens = requests.tokens
-        out = _empty(tokens, channels, dtype=dtype)
-        scratch = _empty(2 * tokens * width)
-        run(
-            address, requests.address, *slots, x.data_ptr(), _row(x), dt.data_ptr(), _row(dt), gate.data_ptr(),
-            _row(gate), bc.data_ptr(), _row(bc), scratch.data_ptr(), out.data_ptr(), _threads(),
+        if not x.is_contiguous() or not dt.is_contiguous():
+            return None
+        out = _empty(requests.tokens, channels, dtype=dtype)
+        failed = run(
+            address, requests.address, *slots, x.data_ptr(), dt.data_ptr(), gate.data_ptr(), _row(gate), bc.data_ptr(),
+            _row(bc), out.data_ptr(),
         )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for what a scan lays out")
         return out
 
     address = ctypes.addressof(structure)
@@ -184,12 +187,11 @@ def ssd_scan(
     """(xbc [tokens, heads * head_dim + 2 * groups * size], dt [tokens, heads], state, requests) -> float32 [tokens,
     heads * head_dim]: the scan of x by softplus(dt + bias), with the skip; for float32 decay [heads]."""
     heads = decay.shape[0]
-    run, code = _kernel("torchplug_ssd_scan", 12, decay, dtype, size <= _MOST_STATE)
+    run, code = _kernel("torchplug_ssd_scan", decay, dtype, size <= _MOST_STATE)
     if run is None:
         return None
-    kept = (decay * _LOG2_E, bias, skip)
+    kept = (decay * _LOG2_E, bias.float(), skip.float())
     structure = _Heads(heads, head_dim, size, groups, *(tensor.data_ptr() for tensor in kept), *limit, code)
-    per_token = 2 * groups * _filled(size) + 2 * heads
 
     def scan(
         xbc: Tensor,
@@ -201,13 +203,12 @@ def ssd_scan(
         slots = _slots(state, (head_dim * size, size, 1))
         if slots is None or not (_rows(xbc, dtype) and _rows(dt, dtype)):
             return None
-        tokens = requests.tokens
-        out = _empty(tokens, heads * head_dim)
-        scratch = _empty(tokens * per_token)
-        run(
-            address, requests.address, *slots, xbc.data_ptr(), _row(xbc), dt.data_ptr(), _row(dt),
-            scratch.data_ptr(), out.data_ptr(), _threads(),
-        )  # fmt: skip
+        out = _empty(requests.tokens, heads * head_dim, dtype=torch.float32)
+        failed = run(
+            address, requests.address, *slots, xbc.data_ptr(), _row(xbc), dt.data_ptr(), _row(dt), out.data_ptr()
+        )
+        if failed:
+            raise MemoryError("no memory for what a scan lays out")
         return out
 
     address = ctypes.addressof(structure)
@@ -224,7 +225,7 @@ GatedNorm = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 def gated_rms_norm(weight: Tensor, eps: float, groups: int) -> GatedNorm | None:
     """(x float32, gate, weight) -> [rows, size]: norm(x * silu(gate)) * weight, for weights like this one."""
     dtype, width = weight.dtype, weight.shape[0]
-    run, code = _kernel("torchplug_gated_rms_norm", 8, weight, dtype)
+    run, code = _kernel("torchplug_gated_rms_norm", weight, dtype)
     if run is None:
         return None
     structure = _GatedNorm(groups, width // groups, eps, code)
@@ -245,11 +246,11 @@ def gated_rms_norm(weight: Tensor, eps: float, groups: int) -> GatedNorm | None:
     return normalise
 
 
-def _slots(state: Tensor | None, inner: tuple[int, ...]) -> tuple[int | None, int, int] | None:
+def _slots(state: Tensor | None, inner: tuple[int, ...]) -> tuple[int, int, int] | None:
     """Address, bytes from slot to slot and dtype of a state whose other strides are `inner`; None where the kernel
     cannot read it."""
     if state is None:
-        return None, 0, 0
+        return 0, 0, 0
     code = _CODES.get(state.dtype)
     first, *others = state.stride()
     if code is None or not state.is_cpu or tuple(others) != inner:
@@ -275,20 +276,7 @@ def _filled(size: int) -> int:
     return -(-size // _FILLED) * _FILLED
 
 
-def _kernel(
-    name: str, arguments: int, like: Tensor, dtype: torch.dtype, fits: bool = True
-) -> tuple[Callable[..., int] | None, int]:
+def _kernel(name: str, like: Tensor, dtype: torch.dtype, fits: bool = True) -> tuple[Callable[..., int] | None, int]:
     """The function, or None where it does not serve `dtype` on the device of `like`, and the code of `dtype`."""
     served = fits and like.is_cpu and dtype in _CODES
-    return (_function(name, arguments) if served else None), _CODES.get(dtype, 0)
-
-
-@cache
-def _function(name: str, arguments: int) -> Callable[..., int] | None:
-    native = library()
-    if native is None:
-        return None
-    function = native[name]
-    # Every argument is an integer or an address; one type for all is what ctypes converts fastest.
-    function.argtypes = [c_void_p] * arguments
-    return function
+    return (_function(name) if served else None), _CODES.get(dtype, 0)
