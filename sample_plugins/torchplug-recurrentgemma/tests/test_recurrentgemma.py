@@ -35,7 +35,7 @@ CASES = {
     "as_released": (0, {}),
     "kernel_of_2": (1, {"conv1d_width": 2}),
     "attention_first": (2, {"block_types": ["attention", "recurrent"], "num_key_value_heads": 2}),
-    "no_cap_to_speak_of": (3, {"logits_soft_cap": 1000.0, "attention_bias": True}),
+    "no_cap_to_speak_of": (4, {"logits_soft_cap": 1000.0, "attention_bias": True}),
 }
 
 test_conforms = conformance("RecurrentGemmaForCausalLM")
@@ -136,7 +136,7 @@ def test_greedy_tokens_equal_transformers_cold_and_warm(reference, budget):
     params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in reference.continuations]
     with LLM(
-        reference.directory, dtype="float32", skip_tokenizer_init=True, max_num_batched_tokens=budget, max_num_seqs=3
+        reference.directory, dtype="float32", skip_tokenizer_init=True, max_num_batched_tokens=budget, max_num_seqs=8
     ) as llm:
         for round_ in ("cold", "warm"):
             outputs = llm.generate(prompts, params, use_tqdm=False)
