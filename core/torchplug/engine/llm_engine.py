@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchplug.engine.block_manager import BlockManager, PrefixCacheStats
+from torchplug.engine.cpu_threads import limit_threads
 from torchplug.engine.grammar import Grammars
 from torchplug.engine.kv_cache import PagedCache
 from torchplug.engine.metrics import EngineMetrics, MetricsRecorder
@@ -47,6 +48,8 @@ class LLMEngine:
         self.max_model_len = config.model_config.max_model_len
         self.vocab_size: int | None = config.model_config.hf_text_config.get("vocab_size")
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        if model.device.type == "cpu":
+            limit_threads()
         self.kv_cache = PagedCache(
             model.module,
             dtype=model.dtype,

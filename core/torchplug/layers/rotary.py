@@ -91,7 +91,11 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """positions: int64 [num_tokens]; dtype: that of the heads to turn."""
-        angles = positions[:, None].float() * self._frequencies(positions)
+        frequencies = self._frequencies(positions)
+        native = kernels.rotation(positions, frequencies, dtype, self.attention_scaling, self.interleaved)
+        if native is not None:
+            return Rotation(*native, self.interleaved)
+        angles = positions[:, None].float() * frequencies
         angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos(), angles.sin() * self._signed_scaling
         if self.attention_scaling != 1.0:

@@ -1,5 +1,5 @@
-"""The attention backend in plain PyTorch, `scaled_dot_product_attention` over slices of the cache; on CPU a kernel of our
-own, where there is one, for requests with one new token.
+"""The attention backend in plain PyTorch: `scaled_dot_product_attention` over slices of the cache. On CPU there may be
+a kernel of our own for requests with one new token.
 
 A step is planned once, on first use by a layer, and executed by every layer with the same window. The cache is [1,
 num_kv_heads, slots, head_size] in the shape that SDPA takes, in memory slot by slot, so that writing a token touches

@@ -94,6 +94,42 @@ EXPORT int torchplug_silu_and_mul(const char *x, char *out, int64_t rows, int64_
     return 0;
 }
 
+INLINE void rotation(const int64_t *positions, const float *frequencies, char *cos_out, char *sin_out, int64_t rows, int64_t pairs,
+                     float scaling, int interleaved, int threads, int dtype)
+{
+    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            const float angle = (float)positions[row] * frequencies[pair];
+            const float c = cosf(angle) * scaling, s = sinf(angle) * scaling;
+            const int64_t first = row * 2 * pairs + (interleaved ? 2 * pair : pair);
+            const int64_t second = first + (interleaved ? 1 : pairs);
+            put(cos_out, first, c, dtype), put(cos_out, second, c, dtype);
+            put(sin_out, first, -s, dtype), put(sin_out, second, s, dtype);
+        }
+}
+
+typedef struct {
+    int64_t pairs;
+    float scaling;
+    int interleaved, dtype;
+} Rotary;
+
+/* cos and sin [rows, 2 * pairs] of positions * frequencies, times the scaling, for each member of a pair; sin with the sign of
+   what it multiplies. */
+EXPORT int torchplug_rotation(const Rotary *rotary, const int64_t *positions, const float *frequencies, char *cos_out, char *sin_out,
+                              int64_t rows, int threads)
+{
+    if (rows * rotary->pairs < WORTH_A_THREAD / 64) /* a sine costs that much more than a sum */
+        threads = 1;
+    BY_DTYPE(rotary->dtype,
+             rotation(positions, frequencies, cos_out, sin_out, rows, rotary->pairs, rotary->scaling, rotary->interleaved, threads,
+                      FLOAT32),
+             rotation(positions, frequencies, cos_out, sin_out, rows, rotary->pairs, rotary->scaling, rotary->interleaved, threads,
+                      BFLOAT16));
+    return 0;
+}
+
 INLINE void turn_head(const char *x, const char *cos, const char *sin, char *out, int64_t rotary_dim, int64_t head_size,
                       int interleaved, int dtype)
 {

@@ -25,7 +25,8 @@ from torchplug.layers.cpu.build import library
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 MOST_ROWS = 256
-"""Rows above which F.linear is as fast: it then spends little of its time on rearranging the weight."""
+"""Rows above which F.linear is as fast: it then spends little of its time on rearranging the weight. Measured in
+benchmarks/README.md."""
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
 _empty, _empty_like, _threads = torch.empty, torch.empty_like, torch.get_num_threads
@@ -50,6 +51,7 @@ def linear(weight: Tensor) -> Product | None:
     dtype, (out_features, in_features) = weight.dtype, weight.shape
     matrix = _Matrix(in_features, out_features, code)
 
+    # Its last argument keeps the structure alive, of which only the address is used.
     def product(x: Tensor, weight: Tensor, bias: Tensor | None, matrix: _Matrix = matrix) -> Tensor:
         shape = x.shape
         rows = shape[0] if len(shape) == 2 else shape[:-1].numel()
@@ -57,7 +59,7 @@ def linear(weight: Tensor) -> Product | None:
             return F.linear(x, weight, bias)
         if not x.is_contiguous():
             x = x.contiguous()
-        y = _empty(rows, out_features, dtype=dtype)
+        y = x.new_empty(rows, out_features)
         added = 0 if bias is None else bias.data_ptr()
         run(address, weight.data_ptr(), added, x.data_ptr(), y.data_ptr(), rows, _threads())
         return y if len(shape) == 2 else y.view(*shape[:-1], out_features)
@@ -82,6 +84,7 @@ def rms_norm(weight: Tensor, eps: float) -> Normalise | None:
     dtype, size, (features,) = weight.dtype, weight.element_size(), weight.shape
     norm = _Norm(features, eps, code)
 
+    # As above, the last argument keeps the structure alive.
     def normalise(
         x: Tensor, weight: Tensor, residual: Tensor | None, norm: _Norm = norm
     ) -> tuple[Tensor, Tensor] | None:
@@ -122,7 +125,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor | None:
     if run is None or code is None:
         return None
     rows, size = shape[0], shape[1] // 2
-    out = _empty(rows, size, dtype=dtype)
+    out = gate_up.new_empty(rows, size)
     run(gate_up.data_ptr(), out.data_ptr(), rows, size, _threads(), code)
     return out
 
@@ -138,12 +141,40 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, interleaved: boo
     (rows, width), (row_stride, stride), (turned, _, rotary_dim) = x.shape, x.stride(), cos.shape
     if stride != 1 or width % head_size or turned != rows or sin.shape != cos.shape:
         return None
-    out = _empty(rows, width, dtype=dtype)
+    out = x.new_empty(rows, width)
     run(
         x.data_ptr(), row_stride * x.element_size(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
         rows, width // head_size, head_size, rotary_dim, interleaved, _threads(), code,
     )  # fmt: skip
     return out
+
+
+class _Rotary(ctypes.Structure):
+    _fields_ = (("pairs", c_int64), ("scaling", c_float), ("interleaved", c_int), ("dtype", c_int))
+
+
+@cache
+def _rotary(pairs: int, scaling: float, interleaved: bool, code: int) -> _Rotary:
+    return _Rotary(pairs, scaling, interleaved, code)
+
+
+def rotation(
+    positions: Tensor, frequencies: Tensor, dtype: torch.dtype, scaling: float, interleaved: bool
+) -> tuple[Tensor, Tensor] | None:
+    """cos and signed sin of a `Rotation`, [rows, 1, 2 * pairs], for positions [rows] and frequencies [pairs]; None
+    where there is no kernel for these."""
+    if not readable(positions, torch.int64) or not readable(frequencies, torch.float32) or frequencies.dim() != 1:
+        return None
+    run, code = _function("torchplug_rotation"), _CODES.get(dtype)
+    if run is None or code is None or not positions.is_contiguous() or not frequencies.is_contiguous():
+        return None
+    (rows,), (pairs,) = positions.shape, frequencies.shape
+    cos, sin = _empty(2, rows, 1, 2 * pairs, dtype=dtype).unbind()
+    structure = ctypes.addressof(_rotary(pairs, scaling, interleaved, code))
+    run(
+        structure, positions.data_ptr(), frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, _threads()
+    )  # fmt: skip
+    return cos, sin
 
 
 def argmax(x: Tensor) -> Tensor | None:
@@ -230,9 +261,10 @@ def paged_attention(
     if a != 1 or b != 1 or c != 1:
         contiguous = query.contiguous(), key.contiguous(), value.contiguous()
         return paged_attention(step, *contiguous, keys, values, num_kv_heads, head_size, scale)
-    out = _empty(step.requests, width, dtype=dtype)
+    out = query.new_empty(step.requests, width)
+    layer = _layer(num_kv_heads, width // (num_kv_heads * head_size), head_size, scale, _CODES[dtype])
     failed = run(
-        step.address, _layer(num_kv_heads, width // (num_kv_heads * head_size), head_size, scale, _CODES[dtype]),
+        step.address, ctypes.addressof(layer),
         query.data_ptr(), query_stride * size, key.data_ptr(), key_stride * size, value.data_ptr(), value_stride * size,
         keys.data_ptr(), values.data_ptr(), out.data_ptr(), _threads(),
     )  # fmt: skip
@@ -241,14 +273,9 @@ def paged_attention(
     return out
 
 
-_layers: list[_Layer] = []
-
-
 @cache
-def _layer(num_kv_heads: int, group: int, head_size: int, scale: float, code: int) -> int:
-    """The address of a structure that lives as long as the process."""
-    _layers.append(_Layer(num_kv_heads, group, head_size, scale, code))
-    return ctypes.addressof(_layers[-1])
+def _layer(num_kv_heads: int, group: int, head_size: int, scale: float, code: int) -> _Layer:
+    return _Layer(num_kv_heads, group, head_size, scale, code)
 
 
 @cache
