@@ -68,8 +68,8 @@ def ssd_scan(
     b = grid.spread(b).transpose(1, 2)  # [chunks, G, length, N]
     c = grid.spread(c).transpose(1, 2)
     dx = grid.spread(x) * dt.unsqueeze(-1)  # [chunks, length, H, P]
-    # How much a token's decay is at each later one, [chunks, H, length, length]. Summed from the token on: differences of
-    # two sums from the chunk's start lose what lies between neighbours when the sums are large.
+    # How far each token has decayed at a later one, [chunks, H, length, length], summed from the token on: differences
+    # of sums from the chunk's start lose what lies between neighbours when the sums are large.
     exponents = (dt * decay).transpose(1, 2)  # [chunks, H, length]
     places = torch.arange(length, device=x.device)
     later = places.unsqueeze(1) > places
