@@ -68,22 +68,25 @@ def ssd_scan(
     b = grid.spread(b).transpose(1, 2)  # [chunks, G, length, N]
     c = grid.spread(c).transpose(1, 2)
     dx = grid.spread(x) * dt.unsqueeze(-1)  # [chunks, length, H, P]
-    # Sums over a chunk only, and differences of them before exp: exponents are never positive.
-    total = (dt * decay).cumsum(1)  # [chunks, length, H]
-    end = total[:, -1:]  # [chunks, 1, H]
+    # How far each token has decayed at a later one, [chunks, H, length, length], summed from the token on: differences
+    # of sums from the chunk's start lose what lies between neighbours when the sums are large.
+    exponents = (dt * decay).transpose(1, 2)  # [chunks, H, length]
+    places = torch.arange(length, device=x.device)
+    later = places.unsqueeze(1) > places
+    between = torch.where(later, exponents.unsqueeze(-1), 0.0).cumsum(-2)
+    since_start = exponents.cumsum(-1).exp_().transpose(1, 2)  # [chunks, length, H]
+    until_end = between[:, :, -1].exp().transpose(1, 2)
 
     # What each chunk adds to the state by its end, [chunks, G, N, H / G * P].
-    kept = (dx * (end - total).exp_().unsqueeze(-1)).view(chunks, length, groups, -1).transpose(1, 2)
+    kept = (dx * until_end.unsqueeze(-1)).view(chunks, length, groups, -1).transpose(1, 2)
     added = torch.matmul(b.transpose(2, 3), kept).view(chunks, groups, width, per_group, size)
-    before, after = _pass_on(added, end.exp().view(chunks, groups, 1, per_group, 1), state, grid, groups)
+    before, after = _pass_on(added, since_start[:, -1].reshape(chunks, groups, 1, per_group, 1), state, grid, groups)
 
     # From the state before the chunk, [chunks, G, length, H / G * P].
     out = torch.matmul(c, before.view(chunks, groups, width, -1))
-    out = out.transpose(1, 2).reshape(chunks, length, heads, size).mul_(total.exp().unsqueeze(-1))
+    out = out.transpose(1, 2).reshape(chunks, length, heads, size).mul_(since_start.unsqueeze(-1))
     # From the chunk's own tokens: [chunks, H, length, length] weights.
-    by_head = total.transpose(1, 2)
-    future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu_(1)
-    weights = (by_head.unsqueeze(-1) - by_head.unsqueeze(-2)).masked_fill_(future, -torch.inf).exp_()
+    weights = between.exp_().tril_()
     scores = torch.matmul(c, b.transpose(2, 3))  # [chunks, G, length, length]
     weights.view(chunks, groups, per_group, length, length).mul_(scores.unsqueeze(2))
     out += torch.matmul(weights, dx.transpose(1, 2)).transpose(1, 2)

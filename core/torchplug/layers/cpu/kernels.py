@@ -54,6 +54,7 @@ def linear(weight: Tensor) -> Product | None:
     dtype, (out_features, in_features) = weight.dtype, weight.shape
     matrix = _Matrix(in_features, out_features, code)
 
+    # Its last argument keeps the structure alive, of which only the address is used.
     def product(x: Tensor, weight: Tensor, bias: Tensor | None, matrix: _Matrix = matrix) -> Tensor:
         shape = x.shape
         rows = shape[0] if len(shape) == 2 else shape[:-1].numel()
@@ -148,6 +149,7 @@ def rms_norm(weight: Tensor, eps: float) -> Normalise | None:
     dtype, size, (features,) = weight.dtype, weight.element_size(), weight.shape
     norm = _Norm(features, eps, code)
 
+    # As above, the last argument keeps the structure alive.
     def normalise(
         x: Tensor, weight: Tensor, residual: Tensor | None, norm: _Norm = norm
     ) -> tuple[Tensor, Tensor] | None:
