@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +131,7 @@ def test_a_balancer_needs_the_ranks_of_its_layout():
         ExpertBalancer(state, [[torch.zeros(2, 1)]])
 
 
-def run_workers(tmp_path, scenario, num_ranks, timeout=60):
+def run_workers(tmp_path, scenario, num_ranks, timeout=120):
     """Start the ranks and wait for all; returns (exit code, last line of standard output as JSON, stderr) of each."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(WORKER), scenario, str(num_ranks), str(tmp_path / "store")]
@@ -189,13 +189,11 @@ def test_the_load_of_all_ranks_is_added_up(four_ranks):
 
 @pytest.mark.parametrize("scenario", ["dies_before", "dies_within", "never_comes"])
 def test_a_rank_that_is_gone_ends_the_others_with_an_error_that_names_it(tmp_path, scenario):
-    begin = time.monotonic()
-    first, second, gone = run_workers(tmp_path, scenario, 3, timeout=40)
-    assert time.monotonic() - begin < 30
+    first, second, gone = run_workers(tmp_path, scenario, 3)
     assert gone[0] == (7 if scenario.startswith("dies") else 0)
     texts = [found["error"] for _, found, _ in (first, second)]
-    assert all("torchplug: rank" in text for text in texts)
-    assert any("2" in text.partition(": ")[2].partition("fix:")[0].replace("rank 0 of 3", "") for text in texts), texts
+    assert all(re.match(r"torchplug: rank [01] of 3: (adding up|moving)", text) for text in texts), texts
+    assert any(re.search(r"[Rr]anks? 2\b", text) for text in texts), texts
     for _, found, _ in (first, second):
         assert found["unchanged"], "a layer is as it was where its move failed"
-        assert found["seconds"] < 10
+        assert found["seconds"] < 20, "the group's own timeout is half an hour"

@@ -6,12 +6,14 @@ updated in place.
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from torchplug.engine.expert_placement import ExpertLayout, Integers, Placement
-from torchplug.engine.process_group import meet
+from torchplug.engine.process_group import PATIENCE, meet
 from torchplug.errors import ParallelConfigError, Problem
 
 
@@ -26,6 +28,7 @@ class EplbState:
         step_interval: Steps from one rebalance to the next; the first one is due after a quarter of them.
         group: The expert-parallel group; None for the default group, or for none where torch.distributed is not
             initialised.
+        timeout: How long a rank waits for the others where it needs them.
 
     Attributes:
         expert_load_view: int32 [layers, physical], tokens counted in this step; layers add to it.
@@ -46,6 +49,7 @@ class EplbState:
         window_size: int = 1000,
         step_interval: int = 3000,
         group: dist.ProcessGroup | None = None,
+        timeout: timedelta = PATIENCE,
     ) -> None:
         for name, value in (("window_size", window_size), ("step_interval", step_interval)):
             if value < 1:
@@ -54,6 +58,7 @@ class EplbState:
         self.layout = layout
         self.num_layers = num_layers
         self.group = group
+        self.timeout = timeout
         self.step_interval = step_interval
         self.placement = Placement.initial(num_layers, layout)
         self.expert_load_view = torch.zeros(num_layers, layout.num_physical, dtype=torch.int32, device=device)
@@ -103,7 +108,7 @@ class EplbState:
         """
         load = self._by_expert(self._window.sum(0, dtype=torch.int64)[None])[0]
         if dist.is_initialized():
-            with meet(self.group, "adding up the load of the experts"):
+            with meet(self.group, "adding up the load of the experts", self.timeout):
                 dist.all_reduce(load, group=self.group)
         total: Integers = load.cpu().numpy()
         return total

@@ -129,14 +129,14 @@ class ExpertBalancer:
             return
         begin = time.perf_counter()
         if self.state.layout.num_ranks > 1:
-            with meet(self.state.group, "moving experts between ranks"):
+            with meet(self.state.group, "moving experts between ranks", self.state.timeout):
                 pass
         for _ in range(num_layers):
             layer = self._pending[0]
             old, new = (each.physical_to_logical[layer] for each in (self.state.placement, self._target))
             transfers = plan_transfers(old, new, self.state.layout)
             move = plan_of_rank(transfers, old, new, self.state.layout, self.rank)
-            move_layer(self._weights[layer], move, self.state.group)
+            move_layer(self._weights[layer], move, self.state.group, self.state.timeout)
             self.state.commit(self._target, [layer])
             self._pending.popleft()
             size = bytes_of_expert(self._weights[layer])

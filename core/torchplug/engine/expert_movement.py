@@ -9,8 +9,11 @@ arrived, so a failure leaves the layer as it was.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from torchplug.engine.expert_placement import ExpertLayout, Integers
-from torchplug.engine.process_group import lost
+from torchplug.engine.process_group import PATIENCE, lost, reason
 from torchplug.errors import ContractError, Problem
 
 
@@ -136,7 +139,12 @@ def bytes_of_expert(tensors: Sequence[Tensor]) -> int:
     return sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
 
 
-def move_layer(tensors: Sequence[Tensor], move: RankMove, group: dist.ProcessGroup | None = None) -> None:
+def move_layer(
+    tensors: Sequence[Tensor],
+    move: RankMove,
+    group: dist.ProcessGroup | None = None,
+    timeout: timedelta = PATIENCE,
+) -> None:
     """Carry out a rank's part: the rows of all tensors of one layer, in place.
 
     Every rank of the group whose part is not empty has to do this at the same time, for the same layer.
@@ -145,13 +153,13 @@ def move_layer(tensors: Sequence[Tensor], move: RankMove, group: dist.ProcessGro
         tensors: The layer's expert tensors [local slots, ...], contiguous.
         move: The part of this rank.
         group: The expert-parallel group; None for the default one.
+        timeout: How long a row may take to come.
 
     Raises:
         DistributedError: naming the rank that did not send or take its rows; the tensors are as they were.
     """
     staged = []
-    operations: list[dist.P2POp] = []
-    peers: list[tuple[str, int]] = []
+    messages: list[_Message] = []
     for tensor in tensors:
         rows = tensor.detach().view(tensor.shape[0], -1)
         stage = rows.new_empty(len(move.kept) + len(move.receives), rows.shape[1])
@@ -160,33 +168,53 @@ def move_layer(tensors: Sequence[Tensor], move: RankMove, group: dist.ProcessGro
         staged.append((rows, stage))
         # As bytes: a backend need not know the dtype.
         for slot, target in move.sends:
-            operations.append(dist.P2POp(dist.isend, rows[slot].view(torch.uint8), group=group, group_peer=target))
-            peers.append(("to", target))
+            messages.append(_Message("to", target, rows[slot].view(torch.uint8)))
         for index, source in enumerate(move.receives, len(move.kept)):
-            operations.append(dist.P2POp(dist.irecv, stage[index].view(torch.uint8), group=group, group_peer=source))
-            peers.append(("from", source))
-    if operations:
-        _exchange(operations, peers, group)
+            messages.append(_Message("from", source, stage[index].view(torch.uint8)))
+    _exchange(messages, group, timeout)
     slots, source_rows = [slot for slot, _ in move.writes], [row for _, row in move.writes]
     if slots:
         for rows, stage in staged:
             rows[slots] = stage[source_rows]
 
 
-def _exchange(operations: list[dist.P2POp], peers: list[tuple[str, int]], group: dist.ProcessGroup | None) -> None:
+class _Message(NamedTuple):
+    way: Literal["to", "from"]
+    peer: int
+    row: Tensor
+
+
+def _exchange(messages: list[_Message], group: dist.ProcessGroup | None, timeout: timedelta) -> None:
     """Send and receive all of it, and name the rank with which that failed."""
-    doing = "moving experts between ranks"
+    if messages and dist.get_backend(group) == "nccl":
+        # All in one, or two ranks that send to each other would wait for each other; one handle stands for all.
+        operations = [
+            dist.P2POp(dist.isend if each.way == "to" else dist.irecv, each.row, group=group, group_peer=each.peer)
+            for each in messages
+        ]
+        with _blaming(messages, group):
+            for handle in dist.batch_isend_irecv(operations):
+                handle.wait()
+        return
+    works = []
+    for each in messages:
+        with _blaming([each], group):
+            works.append(
+                dist.isend(each.row, group=group, group_dst=each.peer)
+                if each.way == "to"
+                else dist.irecv(each.row, group=group, group_src=each.peer)
+            )
+    for work, each in zip(works, messages, strict=True):
+        if work is not None:
+            with _blaming([each], group):
+                work.wait(timeout)
+
+
+@contextmanager
+def _blaming(messages: Sequence[_Message], group: dist.ProcessGroup | None) -> Iterator[None]:
     try:
-        works = dist.batch_isend_irecv(operations)
+        yield
     except RuntimeError as error:
-        raise lost(
-            group, doing, f"cannot reach one of the ranks {sorted({peer for _, peer in peers})}: {error}"
-        ) from error
-    for index, work in enumerate(works):
-        try:
-            work.wait()
-        except RuntimeError as error:
-            # A backend that gives one handle for all (nccl) cannot tell which one it was.
-            named = [peers[index]] if len(works) == len(peers) else peers
-            whom = " or ".join(sorted({f"{way} rank {peer}" for way, peer in named}))
-            raise lost(group, doing, f"rows did not come through {whom}: {error}") from error
+        whom = " or ".join(sorted({f"{each.way} rank {each.peer}" for each in messages}))
+        says = f"the rows {whom} did not come through: {reason(error)}"
+        raise lost(group, "moving experts between ranks", says) from error

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import Final
 
 from torch import distributed as dist
 
 from torchplug.errors import DistributedError, Problem
 
-_FIX = "see the log of that rank; the job has to be started again. A rank that is only slow needs a longer timeout"
+PATIENCE: Final = timedelta(seconds=60)
+"""How long a rank waits for another one that is slow, if nothing else is said."""
+
+_FIX: Final = "see that rank's own log, and start the job again; give a rank that is only slow more time"
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -20,25 +26,26 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 @contextmanager
-def meet(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
+def meet(group: dist.ProcessGroup | None, doing: str, timeout: timedelta = PATIENCE) -> Iterator[None]:
     """Run a block that communicates once all ranks of `group` have come to it.
 
-    A rank that died is noticed at once, one that does not come after the group's timeout, and the error names it where
-    the group can tell: gloo can, nccl has to abort the process itself.
+    A rank that died is noticed at once, one that does not come after `timeout`, and the error names it where the group
+    can tell: gloo can, nccl has to abort the process itself.
 
     Args:
         group: The group; None for the default one.
         doing: What the block does, for the error.
+        timeout: How long the slowest rank may take.
 
     Raises:
         DistributedError: A rank is gone, did not come in time, or broke off within the block.
     """
     try:
         if dist.get_backend(group) == "gloo":
-            dist.monitored_barrier(group, wait_all_ranks=True)
+            dist.monitored_barrier(group, timeout, wait_all_ranks=True)
         yield
     except RuntimeError as error:
-        raise lost(group, doing, f"{_first_line(error)}") from error
+        raise lost(group, doing, reason(error)) from error
 
 
 def lost(group: dist.ProcessGroup | None, doing: str, says: str) -> DistributedError:
@@ -47,5 +54,7 @@ def lost(group: dist.ProcessGroup | None, doing: str, says: str) -> DistributedE
     return DistributedError(f"rank {rank} of {size}", Problem(doing, says, _FIX))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def reason(error: Exception) -> str:
+    """What a backend says of a failure, without its own source line and advice."""
+    line = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[[^]]*\]:? *", "", line).partition(" This is typically")[0]
