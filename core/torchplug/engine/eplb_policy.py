@@ -23,7 +23,7 @@ from torchplug.engine.expert_packing import pack, replicate
 from torchplug.engine.expert_placement import ExpertLayout, Floats, Integers, Placement, balance, rank_loads
 
 WORSE: Final = 0.005
-"""A layer whose placement in force can be adjusted keeps it, unless that costs more than this share of its balance."""
+"""What fewer moves may cost: this share of a layer's balance."""
 
 
 def rebalance(load: NDArray[Any], layout: ExpertLayout, current: Integers | None = None) -> Placement:
@@ -51,6 +51,9 @@ def rebalance(load: NDArray[Any], layout: ExpertLayout, current: Integers | None
         chosen = doubtful[better]
         if len(chosen):
             slots[chosen] = with_fewest_changes(other[better], current[chosen], layout)
+            reached[chosen] = _balance(weight[chosen], slots[chosen], layout)
+    good_as_it_is = possible & (_balance(weight, current, layout) >= (1 - WORSE) * reached)
+    slots[good_as_it_is] = current[good_as_it_is]
     return Placement.of(slots, layout)
 
 
