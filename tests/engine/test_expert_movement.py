@@ -15,10 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchplug.engine import expert_balancer
 from torchplug.engine.eplb_state import EplbState
 from torchplug.engine.expert_balancer import ExpertBalancer
 from torchplug.engine.expert_movement import check_expert_weights, move_layer, plan_of_rank, plan_transfers
-from torchplug.engine.expert_placement import ExpertLayout
+from torchplug.engine.expert_placement import ExpertLayout, Placement
 from torchplug.errors import ContractError, ParallelConfigError
 
 WORKER = Path(__file__).parent / "expert_movement_worker.py"
@@ -98,23 +99,46 @@ def test_all_permutations_of_four_slots_in_one_process():
         assert weight.data_ptr() == pointer
 
 
-def test_a_balancer_in_one_process_moves_a_layer_a_step_and_commits_it_then():
+def test_a_balancer_moves_a_layer_a_step_and_commits_it_then(monkeypatch):
     layout = ExpertLayout(4, 6)
-    state = EplbState(layout, 3, "cpu", step_interval=4, window_size=4)
+    state = EplbState(layout, 3, "cpu", step_interval=8, window_size=4)
     experts = [torch.randn(4, 2, 3) for _ in range(3)]
     weights = [[expert[state.placement.physical_to_logical[0]].contiguous()] for expert in experts]
+    target = Placement.of(np.array([[3, 2, 1, 0, 3, 3], [0, 1, 2, 3, 0, 1], [1, 1, 0, 2, 3, 2]]), layout)
+    monkeypatch.setattr(expert_balancer, "rebalance", lambda load, layout, current: target)
     balancer = ExpertBalancer(state, weights)
-    state.expert_load_view[:2, :4] = torch.tensor([1, 1, 1, 90], dtype=torch.int32)
-    state.expert_load_view[2] = torch.tensor([1, 1, 0, 0, 0, 0], dtype=torch.int32)  # what the initial map suits
-    for step in range(4):
+    moved = []
+    for _ in range(6):
         balancer.end_step()
-        for layer in range(3):
-            held = state.placement.physical_to_logical[layer]
-            assert (weights[layer][0] == experts[layer][held]).all()
-        assert balancer.last is not None and balancer.last.num_layers >= 2
-        assert balancer.last.done is (step >= balancer.last.num_layers)
-    assert state.logical_replica_count[0].tolist() == [1, 1, 1, 3]
+        held = state.placement.physical_to_logical
+        assert all((weights[layer][0] == experts[layer][held[layer]]).all() for layer in range(3))
+        moved.append([layer for layer in (0, 2) if (held[layer] == target.physical_to_logical[layer]).all()])
+    # Decided after the second step, when a quarter of the interval is over; layer 1 stays as it is.
+    assert moved == [[], [], [0], [0, 2], [0, 2], [0, 2]]
+    assert state.logical_replica_count.tolist() == [[1, 1, 1, 3], [2, 2, 1, 1], [1, 2, 2, 1]]
+    assert (balancer.last.num_layers, balancer.last.num_slots, balancer.last.done) == (2, 11, True)
     assert balancer.last.bytes_sent == balancer.last.bytes_received == 0
+
+
+def test_all_that_is_left_of_a_rebalance_can_be_moved_at_once(monkeypatch):
+    layout = ExpertLayout(2, 2)
+    state = EplbState(layout, 3, "cpu")
+    weights = [[torch.tensor([[0.0], [1.0]])] for _ in range(3)]
+    target = Placement.of(np.array([[1, 0]] * 3), layout)
+    monkeypatch.setattr(expert_balancer, "rebalance", lambda load, layout, current: target)
+    balancer = ExpertBalancer(state, weights)
+    balancer.start()
+    assert not balancer.last.done
+    balancer.finish()
+    assert balancer.last.done and [each[0].tolist() for each in weights] == [[[1], [0]]] * 3
+
+
+def test_one_rank_has_nothing_to_balance():
+    state = EplbState(ExpertLayout(4, 6), 1, "cpu", step_interval=1)
+    balancer = ExpertBalancer(state, [[torch.zeros(6, 2)]])
+    state.expert_load_view[0, 3] = 90
+    balancer.end_step()
+    assert balancer.last.done and balancer.last.num_slots == 0
 
 
 def test_rows_that_are_not_local_slots_are_refused_by_name():
@@ -131,7 +155,7 @@ def test_a_balancer_needs_the_ranks_of_its_layout():
         ExpertBalancer(state, [[torch.zeros(2, 1)]])
 
 
-def run_workers(tmp_path, scenario, num_ranks, timeout=120):
+def run_workers(tmp_path, scenario, num_ranks, timeout=500):
     """Start the ranks and wait for all; returns (exit code, last line of standard output as JSON, stderr) of each."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(WORKER), scenario, str(num_ranks), str(tmp_path / "store")]
