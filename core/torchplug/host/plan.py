@@ -98,12 +98,10 @@ class Plan:
         Raises:
             PluginError: An architecture has no owner, or several and none was chosen.
         """
-        from torchplug import __version__
-
         models = [catalogue.owner(architecture) for architecture in dict.fromkeys(architectures)]
         pinned = {row.name: row.distribution for row in models if row.distribution is not None}
         return cls(
-            __version__,
+            _own_version(),
             "*" if catalogue.selection.text is None else catalogue.selection.text,
             {**catalogue.owners, **pinned},
             None if catalogue.allowlist is None else tuple(sorted(catalogue.allowlist.names)),
@@ -158,6 +156,12 @@ class Plan:
         return host
 
 
+def _own_version() -> str:
+    # Of the code that runs; the metadata of an editable install may be older.
+    version: str = sys.modules["torchplug"].__version__
+    return version
+
+
 def _hashes(row: PluginRow) -> dict[str, str]:
     found: dict[str, Path] = {}
     for name, file in _code_files(row):
@@ -186,10 +190,8 @@ def _code_files(row: PluginRow) -> Iterator[tuple[str, Path]]:
 
 
 def _differences(plan: Plan, catalogue: Catalogue) -> Iterator[Problem]:
-    from torchplug import __version__
-
-    if plan.torchplug != __version__:
-        says = f"the parent has torchplug {plan.torchplug}, this process has {__version__}"
+    if plan.torchplug != (here := _own_version()):
+        says = f"the parent has torchplug {plan.torchplug}, this process has {here}"
         yield Problem("torchplug", says, f"pip install torchplug=={plan.torchplug}")
     for planned in plan.plugins:
         row = _found(planned, catalogue)
@@ -197,8 +199,9 @@ def _differences(plan: Plan, catalogue: Catalogue) -> Iterator[Problem]:
         if problem is not None:
             yield problem
     planned_wrappers = [(each.name, each.value) for each in plan.plugins if each.kind == "wrapper"]
-    here = [row for row in catalogue.wrappers if (row.name, row.value) not in planned_wrappers]
-    for row in here:
+    for row in catalogue.wrappers:
+        if (row.name, row.value) in planned_wrappers:
+            continue
         says = f"{row.origin} offers it here ({row.file or row.value}), and the parent has it not"
         fix = (
             f'uninstall it here, or leave it out of the selection in the parent: "{plan.selection},-{row.distribution}"'
