@@ -11,7 +11,12 @@ from torchplug.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from torchplug.layers.mrope import MRotaryEmbedding, axial_rotary, mrope_rows
+from torchplug.layers.mrope_positions import GridSpan, mrope_positions
+from torchplug.layers.multimodal import _merge_multimodal_embeddings as merge_multimodal_embeddings
 from torchplug.layers.norm import RMSNorm
+from torchplug.layers.packed_attention import PackedSequences, attend_packed, pack_sequences
+from torchplug.layers.patch_embed import PatchEmbed, image_patches
 from torchplug.layers.recurrent import RecurrentLayer
 from torchplug.layers.rope_scaling import rope_from_config
 from torchplug.layers.rotary import RotaryEmbedding, Rotation, apply_rotary
@@ -22,10 +27,14 @@ __all__ = [
     "ActAndMul",
     "Attention",
     "ColumnParallelLinear",
+    "GridSpan",
     "KVCacheSpec",
     "Linear",
+    "MRotaryEmbedding",
     "MergedColumnParallelLinear",
+    "PackedSequences",
     "ParallelLMHead",
+    "PatchEmbed",
     "QKVParallelLinear",
     "RMSNorm",
     "RecurrentLayer",
@@ -37,9 +46,16 @@ __all__ = [
     "WeightsMismatch",
     "allocate_kv_cache",
     "apply_rotary",
+    "attend_packed",
+    "axial_rotary",
     "get_act_and_mul",
     "get_act_fn",
+    "image_patches",
     "layer_window",
     "load_weights",
+    "merge_multimodal_embeddings",
+    "mrope_positions",
+    "mrope_rows",
+    "pack_sequences",
     "rope_from_config",
 ]
