@@ -26,6 +26,18 @@ from torchplug.layers import (
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 
 
+def is_siglip(config: Any) -> bool:
+    """Which of the two a `vision_config` is; CLIP where it does not say.
+
+    Raises CheckpointError where it is neither.
+    """
+    kind = config.get("model_type", CLIP)
+    if kind not in (CLIP, SIGLIP):
+        fix = f"use a checkpoint whose tower is {CLIP} or {SIGLIP}"
+        raise CheckpointError("checkpoint config", Problem("vision_config.model_type", f"is {kind!r}", fix))
+    return bool(kind == SIGLIP)
+
+
 class VisionEmbeddings(nn.Module):
     """Patches with learned positions; in CLIP after a class token."""
 
@@ -104,11 +116,7 @@ class ClipVisionTower(nn.Module):
 
     def __init__(self, config: Any, feature_layers: Sequence[int]) -> None:
         super().__init__()
-        kind = config.get("model_type", CLIP)
-        if kind not in (CLIP, SIGLIP):
-            fix = f"use a checkpoint whose tower is {CLIP} or {SIGLIP}"
-            raise CheckpointError("checkpoint config", Problem("vision_config.model_type", f"is {kind!r}", fix))
-        self.class_token = kind == CLIP
+        self.class_token = not is_siglip(config)
         self.num_checkpoint_layers = config.num_hidden_layers
         states = config.num_hidden_layers + 1
         if not feature_layers or not all(-states <= layer < states for layer in feature_layers):

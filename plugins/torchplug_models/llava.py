@@ -7,15 +7,23 @@ transformers' LlavaForConditionalGeneration, in the order of the published check
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torchplug import CheckpointError, Problem, VllmConfig, hookimpl
 from torchplug.interfaces import SupportsMultiModal
 from torchplug.layers import Linear, get_act_fn, load_weights
+from torchplug.multimodal import (
+    MULTIMODAL_REGISTRY,
+    Batching,
+    MultiModalProcessor,
+    ProcessedItem,
+    hf_image_processor,
+)
 
-from torchplug_models.clip_vision import ClipVisionTower
+from torchplug_models.clip_vision import ClipVisionTower, is_siglip
 from torchplug_models.llama import LlamaForCausalLM
 from torchplug_models.mistral import MistralForCausalLM
 from torchplug_models.qwen2 import Qwen2ForCausalLM
@@ -50,6 +58,47 @@ class LlavaProjector(nn.Module):
         return self.linear_2(self.act(self.linear_1(features)))
 
 
+class LlavaProcessor(MultiModalProcessor):
+    """One `<image>` becomes as many as the tower gives features; images are cropped to its size."""
+
+    fields: ClassVar[Mapping[str, Batching]] = {"pixel_values": Batching.STACK}
+
+    @cached_property
+    def images(self) -> Any:
+        """transformers' image processor of the tower."""
+        vision = self.context.hf_config.vision_config
+        size = {"height": vision.image_size, "width": vision.image_size}
+        if is_siglip(vision):
+            return hf_image_processor("SiglipImageProcessorPil", self.context, size=size)
+        shortest = {"shortest_edge": vision.image_size}
+        return hf_image_processor("CLIPImageProcessorPil", self.context, defaults={"size": shortest}, crop_size=size)
+
+    def settings(self) -> Mapping[str, Any]:
+        return {"images": self.images.to_dict()}
+
+    def placeholder(self, modality: str) -> Sequence[int]:
+        config = self.context.hf_config
+        return [config.image_token_id if "image_token_id" in config else config.image_token_index]
+
+    def process(self, modality: str, item: Any) -> ProcessedItem:
+        made = self.images(images=[item], return_tensors="pt", input_data_format="channels_last")
+        tokens = list(self.placeholder(modality)) * num_features(self.context.hf_config)
+        return ProcessedItem(tokens, {"pixel_values": made["pixel_values"][0]})
+
+
+def num_features(config: Any) -> int:
+    """Tokens that an image takes in the prompt."""
+    vision = config.vision_config
+    class_token = not is_siglip(vision)
+    return (vision.image_size // vision.patch_size) ** 2 + class_token - drops_first(config)
+
+
+def drops_first(config: Any) -> bool:
+    """Whether the first feature, CLIP's class token, is left out."""
+    return bool(config.vision_feature_select_strategy == "default")
+
+
+@MULTIMODAL_REGISTRY.register_processor(LlavaProcessor)
 class LlavaForConditionalGeneration(nn.Module, SupportsMultiModal):
     """LLaVA with the language model that its config names."""
 
@@ -93,7 +142,7 @@ class LlavaForConditionalGeneration(nn.Module, SupportsMultiModal):
                 config.projector_hidden_act,
                 bias=config.multimodal_projector_bias,
             )
-        self.drops_class_token = config.vision_feature_select_strategy == "default"
+        self.drops_first = drops_first(config)
         with self._mark_language_model(vllm_config):
             self.language_model = language(
                 vllm_config=vllm_config.with_hf_config(text), prefix=f"{prefix}.language_model".lstrip(".")
@@ -106,11 +155,11 @@ class LlavaForConditionalGeneration(nn.Module, SupportsMultiModal):
 
     @hookimpl
     def get_num_mm_encoder_tokens(self, num_image_tokens: int) -> int:
-        return num_image_tokens + self.drops_class_token
+        return num_image_tokens + self.drops_first
 
     @hookimpl
     def get_num_mm_connector_tokens(self, num_vision_tokens: int) -> int:
-        return num_vision_tokens - self.drops_class_token
+        return num_vision_tokens - self.drops_first
 
     @hookimpl
     def embed_multimodal(self, **kwargs: Any) -> list[Tensor]:
@@ -119,7 +168,7 @@ class LlavaForConditionalGeneration(nn.Module, SupportsMultiModal):
         The strategy "default" leaves the first token of each image out: CLIP's class token.
         """
         features = self.vision_tower(kwargs["pixel_values"])
-        if self.drops_class_token:
+        if self.drops_first:
             features = features[:, 1:]
         return list(self.multi_modal_projector(features).unbind())
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torchplug.interfaces import MultiModalFeatureSpec
 from torchplug.layers import Linear, MergedColumnParallelLinear, RMSNorm, get_act_and_mul, pack_sequences
+from torchplug.multimodal import MULTIMODAL_REGISTRY
 
 from torchplug_models.qwen2_vl import PatchMerger, Qwen2VLForConditionalGeneration
+from torchplug_models.qwen_processor import Qwen2_5_VLProcessor
 from torchplug_models.qwen_vision import (
     Grid,
     VisionAttention,
@@ -96,6 +98,7 @@ def window_tokens(grids: Sequence[Grid], merge_size: int, window: int) -> Iterat
                     yield frame[row : row + window, column : column + window].flatten()
 
 
+@MULTIMODAL_REGISTRY.register_processor(Qwen2_5_VLProcessor)
 class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
     """Qwen2.5-VL with its language-model head."""
 

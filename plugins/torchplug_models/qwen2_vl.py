@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torchplug import CheckpointError, ContractError, Problem, VllmConfig, hookimpl
 from torchplug.interfaces import MultiModalFeatureSpec, SupportsMRoPE, SupportsMultiModal
 from torchplug.layers import GridSpan, Linear, get_act_fn, load_weights, mrope_positions, pack_sequences
+from torchplug.multimodal import MULTIMODAL_REGISTRY
 
 from torchplug_models.llama import LlamaForCausalLM
 from torchplug_models.qwen2 import Qwen2ForCausalLM
+from torchplug_models.qwen_processor import Qwen2VLProcessor
 from torchplug_models.qwen_vision import (
     Grid,
     VisionAttention,
@@ -95,6 +97,7 @@ class Qwen2VisionTransformer(nn.Module):
         return self.merger(hidden_states)
 
 
+@MULTIMODAL_REGISTRY.register_processor(Qwen2VLProcessor)
 class Qwen2VLForConditionalGeneration(nn.Module, SupportsMultiModal, SupportsMRoPE):
     """Qwen2-VL with its language-model head. A later family replaces `tower` and `language`."""
 

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torchplug import VllmConfig, hookimpl
 from torchplug.interfaces import MultiModalEmbeddings, MultiModalFeatureSpec
 from torchplug.layers import GridSpan, Linear, get_act_fn, merge_multimodal_embeddings, pack_sequences
+from torchplug.multimodal import MULTIMODAL_REGISTRY
 
 from torchplug_models.llama import LlamaForCausalLM, LlamaModel
 from torchplug_models.qwen2_vl import Qwen2VLForConditionalGeneration
 from torchplug_models.qwen3 import Qwen3ForCausalLM
+from torchplug_models.qwen_processor import Qwen3VLProcessor
 from torchplug_models.qwen_vision import (
     Grid,
     VisionAttention,
@@ -153,6 +155,7 @@ class Qwen3VLTextForCausalLM(Qwen3ForCausalLM):
     stack: ClassVar[type[LlamaModel]] = DeepstackModel
 
 
+@MULTIMODAL_REGISTRY.register_processor(Qwen3VLProcessor)
 class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
     """Qwen3-VL with its language-model head."""
 

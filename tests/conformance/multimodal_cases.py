@@ -209,9 +209,7 @@ def prompt_of(case: Case, parts: Sequence[Any], seed: int = 0) -> Prompt:
     return Prompt(tuple(ids), tuple(features))
 
 
-def _expanded(
-    case: Case, item: Item, generator: torch.Generator
-) -> tuple[list[int], Tensor | None, dict[str, Tensor]]:
+def _expanded(case: Case, item: Item, generator: torch.Generator) -> tuple[list[int], Tensor | None, dict[str, Tensor]]:
     vision = case.config["vision_config"]
     if case.family.startswith("Llava"):
         size = vision["image_size"]
@@ -329,9 +327,7 @@ def our_positions(model: Any, prompt: Prompt) -> tuple[Tensor, int]:
     """[3, n] and the delta; [n] and 0 for a model with plain positions."""
     if "SupportsMRoPE" not in model.interfaces:
         return torch.arange(len(prompt.token_ids)), 0
-    return model.hooks.get_mrope_input_positions(
-        input_tokens=list(prompt.token_ids), mm_features=list(prompt.features)
-    )
+    return model.hooks.get_mrope_input_positions(input_tokens=list(prompt.token_ids), mm_features=list(prompt.features))
 
 
 def our_logits(model: Any, prompt: Prompt) -> Tensor:
@@ -397,16 +393,14 @@ CASES: dict[str, Case] = {
     "qwen2_vl-one_head_gelu_tower": _qwen2(
         0, {"vision_config.num_heads": 1, "vision_config.hidden_act": "gelu", "vision_config.depth": 1}
     ),
-    "qwen2_5_vl": _qwen2_5(0),
+    "qwen2_5_vl": _qwen2_5(1),
     "qwen2_5_vl-windows_everywhere": _qwen2_5(0, {"vision_config.fullatt_block_indexes": []}),
     "qwen2_5_vl-windows_of_3": _qwen2_5(0, {"vision_config.window_size": 25}),
     "qwen2_5_vl-new_names_tied": _qwen2_5(0, {"tie_word_embeddings": True}, old_names=False),
-    "qwen3_vl": _qwen3(0),
+    "qwen3_vl": _qwen3(1),
     "qwen3_vl-tied": _qwen3(0, {"tie_word_embeddings": True}),
-    "qwen3_vl-no_deepstack": _qwen3(0, {"vision_config.deepstack_visual_indexes": []}),
-    "qwen3_vl-section_of_4_1_1": _qwen3(
-        0, {"text_config.rope_parameters": _QWEN3_ROPE | {"mrope_section": [4, 1, 1]}}
-    ),
+    "qwen3_vl-no_deepstack": _qwen3(1, {"vision_config.deepstack_visual_indexes": []}),
+    "qwen3_vl-section_of_4_1_1": _qwen3(0, {"text_config.rope_parameters": _QWEN3_ROPE | {"mrope_section": [4, 1, 1]}}),
     "llava": _llava(0),
     "llava-new_names": _llava(0, old_names=False),
     "llava-full_tower_with_class_token": _llava(
@@ -418,7 +412,7 @@ CASES: dict[str, Case] = {
     "llava-siglip": _llava(0, _SIGLIP),
     "llava-mistral": _llava(0, _llava_text("mistral", sliding_window=8)),
     "llava-qwen2_tied": _llava(0, _llava_text("qwen2") | {"tie_word_embeddings": True}),
-    "llava-qwen3": _llava(0, _llava_text("qwen3")),
+    "llava-qwen3": _llava(3, _llava_text("qwen3")),
 }
 
 

@@ -63,11 +63,14 @@ def attend_packed(
         raise ValueError(f"{query.shape[0]} tokens, and the sequences have {sequences.num_tokens}")
     result = torch.empty_like(query)
     for length, rows in sequences.groups:
-        parts = [x if rows is None else x[rows] for x in (query, key, value)]
-        # [count, heads, length, head_size]
-        heads = [x.reshape(-1, length, x.shape[1] // head_size, head_size).transpose(1, 2) for x in parts]
-        attended = F.scaled_dot_product_attention(*heads, scale=scale).transpose(1, 2).reshape(-1, query.shape[1])
+        q, k, v = (_heads(x if rows is None else x[rows], length, head_size) for x in (query, key, value))
+        attended = F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).reshape(-1, query.shape[1])
         if rows is None:
             return attended
         result[rows] = attended
     return result
+
+
+def _heads(x: Tensor, length: int, head_size: int) -> Tensor:
+    """[count * length, heads * head_size] -> [count, heads, length, head_size]."""
+    return x.reshape(-1, length, x.shape[1] // head_size, head_size).transpose(1, 2)
