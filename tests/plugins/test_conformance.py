@@ -25,5 +25,7 @@ def test_there_are_first_party_architectures():
 @pytest.mark.parametrize("architecture", OURS)
 def test_a_first_party_class_conforms(specimens, architecture, check):
     result = run_check(check, specimens[architecture])
+    if result.outcome is Outcome.SKIPPED and "does not claim" in result.reason:
+        return
     assert result.outcome is Outcome.OK, result.reason or str(result.error())
     assert result.warnings == ()

@@ -17,19 +17,18 @@ _numbers = count()
 class Package:
     """A distribution that offers the architecture `name` from `module`.
 
-    Each fault is (old text, new text) of healthy.py.
+    Each fault is (old text, new text) of `source`, a file whose class is called `healthy`.
     """
 
-    def __init__(self, root, *fault):
+    def __init__(self, root, *fault, source=HEALTHY, healthy="HealthyForCausalLM"):
         self.root = root
         number = next(_numbers)
         self.module, self.name = f"planted_{number}", f"Planted{number}ForCausalLM"
-        source = HEALTHY
         for old, new in fault:
             assert source.count(old) == 1, old
             source = source.replace(old, new)
         root.mkdir(parents=True, exist_ok=True)
-        (root / f"{self.module}.py").write_text(source.replace("HealthyForCausalLM", self.name))
+        (root / f"{self.module}.py").write_text(source.replace(healthy, self.name))
         self.register(f"planted-package-{number}")
 
     def register(self, distribution, group="torchplug.models.v1"):
@@ -48,8 +47,8 @@ def make_package(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])))
     modules = set(sys.modules)
 
-    def make(*faults):
-        return Package(root, *faults)
+    def make(*faults, **source):
+        return Package(root, *faults, **source)
 
     yield make
     for name in set(sys.modules) - modules:

@@ -22,6 +22,7 @@ from torchplug.testing.behaviour import (
     dtype_and_device,
 )
 from torchplug.testing.findings import Advice, Finding
+from torchplug.testing.multimodal import mrope_positions, multimodal_counts, multimodal_order
 from torchplug.testing.processes import discovery_in_a_new_process, import_contract
 from torchplug.testing.promises import claims, registration, signatures, stubs
 from torchplug.testing.specimen import Skip, Specimen, problems_of
@@ -139,6 +140,21 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check(
         chunk_split,
         "a prompt read in two steps, cut anywhere, gives what reading it at once gives",
+        needs=_LOADS,
+    ),
+    Check(
+        multimodal_counts,
+        "every item gives one embedding for each of its places in the prompt, and they arrive there unchanged",
+        needs=_LOADS,
+    ),
+    Check(
+        multimodal_order,
+        "embeddings come in the order of the items, each as if it were alone",
+        needs=(*_LOADS, "multimodal_counts"),
+    ),
+    Check(
+        mrope_positions,
+        "M-RoPE positions cover the prompt, exceed after an item all inside it, and go on by the delta",
         needs=_LOADS,
     ),
 )
