@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torchplug.multimodal import Batching, MultiModalProcessor, ProcessedItem, Video, hf_image_processor
+from torchplug.multimodal import Batching, MultiModalProcessor, ProcessedItem, Video, hf_image_processor, hf_settings
 
 from torchplug_models.qwen_vision import num_tokens_of
 
@@ -32,8 +32,9 @@ class Qwen2VLProcessor(MultiModalProcessor):
         "pixel_values_videos": Batching.CONCATENATE,
         "video_grid_thw": Batching.STACK,
     }
-    video_pixels: ClassVar[tuple[int, int]] = (128 * 28 * 28, 768 * 28 * 28)
-    """Least and most pixels of a frame."""
+    video_tokens: ClassVar[tuple[int, int]] = (128, 768)
+    """Least and most tokens of a frame, before frames are grouped (Qwen3-VL: of all frames together), where the
+    checkpoint does not say; transformers has it in pixels of the published patch sizes."""
 
     @cached_property
     def images(self) -> Any:
@@ -46,6 +47,16 @@ class Qwen2VLProcessor(MultiModalProcessor):
             temporal_patch_size=vision.get("temporal_patch_size", 2),
             merge_size=vision.get("spatial_merge_size", 2),
         )
+
+    @cached_property
+    def video_pixels(self) -> tuple[int, int]:
+        """Least and most pixels of a frame (Qwen3-VL: of all frames together)."""
+        token = (self.images.patch_size * self.images.merge_size) ** 2
+        found = hf_settings(self.context, "video_preprocessor_config.json", "video_processor") or {}
+        size = found.get("size") or {}
+        least = size.get("shortest_edge") or found.get("min_pixels") or self.video_tokens[0] * token
+        most = size.get("longest_edge") or found.get("max_pixels") or self.video_tokens[1] * token
+        return least, most
 
     def settings(self) -> Mapping[str, Any]:
         return {"images": self.images.to_dict(), "video_pixels": self.video_pixels}
@@ -102,14 +113,20 @@ class Qwen2VLProcessor(MultiModalProcessor):
         """Height and width that the frames of a video are brought to."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        least, most = self.video_pixels
         factor = self.images.patch_size * self.images.merge_size
-        size: tuple[int, int] = smart_resize(height, width, factor, least, most)
+        size: tuple[int, int] = smart_resize(height, width, factor, *self.video_pixels)
         return size
 
     def video_item(self, video: Video, patches: Tensor, grid: Tensor) -> ProcessedItem:
         tokens = [self.pad("video")] * self.num_tokens(grid)
         return ProcessedItem(tokens, {"pixel_values_videos": patches, "video_grid_thw": grid})
+
+    def example(self, modality: str, index: int) -> Any:
+        """The first video is longer in time than a frame of the fewest tokens is wide."""
+        if modality != "video" or index % 4:
+            return super().example(modality, index)
+        frames = np.random.default_rng(index).integers(0, 256, (28, 56, 56, 3), dtype=np.uint8)
+        return Video(frames, fps=2.0)
 
 
 class Qwen2_5_VLProcessor(Qwen2VLProcessor):
@@ -126,9 +143,6 @@ class Qwen2_5_VLProcessor(Qwen2VLProcessor):
 class Qwen3VLProcessor(Qwen2VLProcessor):
     """A video is its frames, each after its time as text: `<0.5 seconds><|vision_start|>...<|vision_end|>`."""
 
-    video_pixels: ClassVar[tuple[int, int]] = (128 * 32 * 32, 768 * 32 * 32)
-    """Least and most pixels of all frames together."""
-
     def placeholder(self, modality: str) -> Sequence[int]:
         config = self.context.hf_config
         if modality == "image":
@@ -144,8 +158,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
 
         group = self.images.temporal_patch_size
         factor = self.images.patch_size * self.images.merge_size
-        least, most = self.video_pixels
-        size: tuple[int, int] = smart_resize(max(frames, group), height, width, group, factor, least, most)
+        size: tuple[int, int] = smart_resize(max(frames, group), height, width, group, factor, *self.video_pixels)
         return size
 
     def video_item(self, video: Video, patches: Tensor, grid: Tensor) -> ProcessedItem:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -224,3 +226,30 @@ def test_limits_hold_per_modality(tmp_path):
         inputs([IMAGE, IMAGE], {"image": [picture(20, 20)] * 2})
     with pytest.raises(RequestError, match="video: 1 items in one prompt; limit_mm_per_prompt allows 0"):
         inputs([VIDEO], {"video": np.stack([picture(20, 20)] * 2)})
+
+
+@pytest.mark.parametrize("cls", QWEN)
+def test_the_size_of_frames_is_the_checkpoint_s(tmp_path, cls):
+    def grid(directory):
+        inputs, _ = inputs_of(cls, directory)
+        return inputs.processor.process("video", Video(np.stack([picture(40, 60)] * 2))).data["video_grid_thw"].tolist()
+
+    directory = written(tmp_path, **SETTINGS)
+    _, rows, columns = grid(directory)
+    assert rows * columns // 4 >= 128 // (2 if cls is Qwen3VLForConditionalGeneration else 1)
+    small = {"size": {"shortest_edge": 64, "longest_edge": 640}}
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(small))
+    _, rows, columns = grid(directory)
+    assert rows * columns * 16 <= 640
+    (directory / "video_preprocessor_config.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"video_preprocessor_config\.json: is no JSON object"):
+        grid(directory)
+
+
+def test_settings_may_be_inside_processor_config(tmp_path):
+    directory = written(tmp_path, **SETTINGS | {"image_mean": [0.1, 0.2, 0.3]})
+    values = json.loads((directory / "preprocessor_config.json").read_text())
+    (directory / "preprocessor_config.json").unlink()
+    (directory / "processor_config.json").write_text(json.dumps({"image_processor": values}))
+    inputs, _ = inputs_of(Qwen2VLForConditionalGeneration, directory)
+    assert list(inputs.processor.images.image_mean) == [0.1, 0.2, 0.3]

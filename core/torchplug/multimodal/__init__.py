@@ -8,7 +8,7 @@ A model class brings its own processor:
 Public names are importable from here.
 """
 
-from torchplug.multimodal.hf_images import hf_image_processor
+from torchplug.multimodal.hf_images import hf_image_processor, hf_settings
 from torchplug.multimodal.inputs import MultiModalInputProcessor, MultiModalInputs
 from torchplug.multimodal.media import Video, load_image, load_video
 from torchplug.multimodal.processor import Batching, MultiModalProcessor, ProcessedItem, ProcessorContext
@@ -25,6 +25,7 @@ __all__ = [
     "ProcessorContext",
     "Video",
     "hf_image_processor",
+    "hf_settings",
     "load_image",
     "load_video",
 ]

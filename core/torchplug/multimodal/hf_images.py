@@ -36,7 +36,7 @@ def hf_image_processor(
     except ImportError as error:
         fix = "pip install 'torchplug[hf]'"
         raise PluginError("image processor", Problem(name, f"cannot be imported: {error}", fix)) from error
-    if not _has_settings(context):
+    if hf_settings(context, "preprocessor_config.json", "image_processor") is None:
         return cls(**(dict(defaults or {}) | structure))
     assert context.directory is not None
     try:
@@ -61,13 +61,29 @@ def _plain(value: Any) -> Any:
     return {key: size for key, size in dict(value).items() if size is not None}
 
 
-def _has_settings(context: ProcessorContext) -> bool:
+def hf_settings(context: ProcessorContext, file: str, part: str) -> dict[str, Any] | None:
+    """A checkpoint's settings for one kind of input; None where it has none.
+
+    Args:
+        context: Names the checkpoint's directory.
+        file: Where they are, e.g. "video_preprocessor_config.json".
+        part: What they are called inside processor_config.json, where newer checkpoints keep all of them.
+
+    Raises CheckpointError where the file is no JSON object.
+    """
     if context.directory is None:
-        return False
-    if (context.directory / "preprocessor_config.json").is_file():
-        return True
-    try:
-        text = (context.directory / "processor_config.json").read_text(encoding="utf-8")
-        return "image_processor" in json.loads(text)
-    except (OSError, ValueError):
-        return False
+        return None
+    for name, key in ((file, None), ("processor_config.json", part)):
+        try:
+            text = (context.directory / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            continue
+        try:
+            values = json.loads(text)
+            values = values if key is None else values.get(key, {})
+            if values or key is None:
+                return dict(values)
+        except (ValueError, AttributeError, TypeError) as error:
+            problem = Problem(name, f"is no JSON object: {error}", "download the file again")
+            raise CheckpointError(str(context.directory), problem) from error
+    return None

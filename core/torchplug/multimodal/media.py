@@ -160,7 +160,7 @@ def _opened(source: str | os.PathLike[str], where: str, fix: str) -> Any:
     """The file or data URL as Pillow's image; use it in a `with`."""
     pil = _pillow(where)
     name = os.fspath(source)
-    where = f"{where} ({name if len(name) <= 60 else name[:57] + '...'})"
+    where = f"{where} ({_shown(name)})"
     if name.startswith(("http://", "https://")):
         _refuse(where, "is a URL, and nothing is fetched", "download it and pass its path")
     try:
@@ -174,6 +174,13 @@ def _opened(source: str | os.PathLike[str], where: str, fix: str) -> Any:
     except (OSError, ValueError, SyntaxError) as error:
         text = getattr(error, "strerror", None) or str(error)
         _refuse(where, f"cannot be read: {text}", fix)
+
+
+def _shown(name: str) -> str:
+    """The end of a long path, where the file's name is; the beginning of a data URL."""
+    if len(name) <= 60:
+        return name
+    return f"{name[:57]}..." if name.startswith("data:") else f"...{name[-57:]}"
 
 
 def _data_of(url: str, where: str) -> bytes:
