@@ -52,6 +52,7 @@ def engine_of(windows: tuple[int | None, ...], batch: int, waiting: int) -> LLME
         checkpoint=None,
         close=lambda: None,
         wrappers_of=lambda hook: (),
+        subject="plugin 'Test' (test==1.0, test:Model)",
     )
     engine = LLMEngine(model)
     params = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True, detokenize=False)

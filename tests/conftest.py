@@ -242,3 +242,10 @@ def tiny_checkpoint(tmp_path_factory):
         weights[f"{name}.weight"] = torch.ones(hidden)
     save_file(weights, path / "model.safetensors")
     return path
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))

@@ -12,6 +12,7 @@ import weakref
 from typing import Protocol, runtime_checkable
 
 from torchplug import interfaces as i
+from torchplug.interfaces import definitions
 
 
 class Module:
@@ -505,16 +506,16 @@ def language_model_cache_keeps_no_model_alive():
             self.language_model = Language()
 
     gc.collect()
-    before = len(i._language_model_paths)
+    before = len(definitions._language_model_paths)
     model = Wrapper()
     model.language_model.parent = weakref.ref(model)
     model.get_language_model()
-    assert len(i._language_model_paths) == before + 1
+    assert len(definitions._language_model_paths) == before + 1
     seen = [weakref.ref(model), weakref.ref(model.language_model)]
     del model
     gc.collect()
     assert [ref() for ref in seen] == [None, None]
-    assert len(i._language_model_paths) == before
+    assert len(definitions._language_model_paths) == before
 
 
 CHECKS = [

@@ -261,7 +261,7 @@ def test_interfaces_give_the_same_answers_without_torch_on(version):
     python = interpreter(version)
     if python is None:
         pytest.skip(f"there is no Python {version} on this machine")
-    core = Path(interfaces.__file__).parent.parent
+    core = Path(interfaces.__file__).parents[2]
     script = Path(__file__).with_name("interfaces_on_any_python.py")
     ran = subprocess.run(
         [python, "-S", "-W", "error", str(script)],
@@ -285,7 +285,7 @@ for owner, name in (i.IsHybrid, "get_mamba_state_copy_func"), (i.SupportsMultiMo
 """
     ran = subprocess.run(
         [python, "-S", "-OO", "-c", code],
-        env={"PYTHONPATH": str(Path(interfaces.__file__).parent.parent)},
+        env={"PYTHONPATH": str(Path(interfaces.__file__).parents[2])},
         capture_output=True,
         text=True,
         check=True,

@@ -7,8 +7,11 @@ transformers needed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from torchplug.errors import MissingConfigKey, Problem
@@ -101,7 +104,10 @@ class MultiModalConfig:
 
 @dataclass(slots=True)
 class ModelConfig:
-    """The checkpoint's side: `model` (path), `hf_config`, `dtype`, `max_model_len` in tokens, multimodal settings."""
+    """The checkpoint's side: `model` (path), `hf_config`, `dtype`, `max_model_len` in tokens, multimodal settings.
+
+    `enforce_eager`: every step calls the model itself, never a CUDA graph of it.
+    """
 
     model: str
     hf_config: HfConfig
@@ -109,6 +115,7 @@ class ModelConfig:
     max_model_len: int
     multimodal_config: MultiModalConfig | None = None
     seed: int = 0
+    enforce_eager: bool = False
 
     @property
     def hf_text_config(self) -> HfConfig:
@@ -128,6 +135,15 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = None
     mamba_cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
+
+
+def size_problems(**sizes: Any) -> list[Problem]:
+    """What is wrong with arguments that are each an integer of at least 1, or None where a default applies."""
+    return [
+        Problem(name, f"expected an integer of at least 1, got {value!r:.80}", f"correct {name}")
+        for name, value in sizes.items()
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
+    ]
 
 
 @dataclass(slots=True)
@@ -153,9 +169,24 @@ class DeviceConfig:
     device: torch.device
 
 
+class CompilationMode(IntEnum):
+    """Whether the forward pass goes through `torch.compile`; names and numbers as in vLLM."""
+
+    NONE = 0
+    STOCK_TORCH_COMPILE = 1
+
+
+@dataclass(slots=True)
+class CompilationConfig:
+    """How the forward pass is compiled, which is not at all unless somebody asks for it."""
+
+    mode: CompilationMode = CompilationMode.NONE
+
+
 @dataclass(slots=True)
 class VllmConfig:
-    """Everything that a model class receives at construction. The last three are None where the feature is off."""
+    """Everything that a model class receives at construction. `lora_config`, `speculative_config` and `quant_config`
+    are None where the feature is off."""
 
     model_config: ModelConfig
     device_config: DeviceConfig
@@ -165,8 +196,33 @@ class VllmConfig:
     lora_config: Any = None
     speculative_config: Any = None
     quant_config: Any = None
+    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
 
     def with_hf_config(self, hf_config: HfConfig) -> VllmConfig:
         """The same for a model inside the model: the language model of a multimodal one is built from its own
         config."""
         return replace(self, model_config=replace(self.model_config, hf_config=hf_config))
+
+
+class _Current(threading.local):
+    config: VllmConfig | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def set_current_vllm_config(config: VllmConfig) -> Iterator[None]:
+    """`config` is what this thread's `get_current_vllm_config_or_none` gives, while a model is built and loaded."""
+    previous = _current.config
+    _current.config = config
+    try:
+        yield
+    finally:
+        _current.config = previous
+
+
+def get_current_vllm_config_or_none() -> VllmConfig | None:
+    """The config of the model that this thread is building or loading, for layers that decide something once; None
+    where a layer is made by itself."""
+    return _current.config

@@ -11,10 +11,31 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class VaryingHostValues(tuple[Any, ...]):
+    """What a context holds on the host's side while the kernels of a step are recorded for replay: nothing.
+
+    A recording is replayed for steps with other lengths and other blocks. What Python read while it was made would be
+    right for one of them and silently wrong for the others, so reading is an error: the model is not recorded then.
+    """
+
+    __slots__ = ()
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise RuntimeError(
+            "the lengths and block tables of a step are read on the host, and differ each time that the recorded step "
+            "is replayed"
+        )
+
+    __iter__ = __len__ = __getitem__ = __contains__ = __eq__ = __ne__ = __lt__ = __hash__ = __bool__ = _refuse
+
+
+VARYING: Final = VaryingHostValues()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +50,10 @@ class BlockLayout:
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Layout of one step over `num_reqs` requests and `num_tokens` tokens. Tensors are on the model's device.
+
+    While a step is recorded as a CUDA graph, `seq_lens_host`, `block_tables_host` and `state_slots_host` cannot be read
+    (`VaryingHostValues`), every request has one new token, and rows past the step's requests are padding: their tokens
+    go to a block of no request.
 
     Attributes:
         query_start_loc: int32 [num_reqs + 1], offset of each request's first token in the flat batch, then num_tokens.

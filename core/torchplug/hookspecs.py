@@ -129,7 +129,7 @@ TABLE: Final[tuple[Hook, ...]] = (
         of=interfaces.SupportsMultiModal.get_placeholder_str,
         phase=Phase.CLASS,
         returns=Returns("str, or None for a modality without placeholder text", test=results.text_or_none),
-        needed=("SupportsMultiModal",),
+        optional=("SupportsMultiModal",),
     ),
     Hook(
         of=interfaces.SupportsMultiModal.get_language_model,

@@ -41,7 +41,7 @@ def test_throughput(run, monkeypatch):
 
     monkeypatch.setattr(LLM, "generate", noted)
     result = run("throughput", *SHORT, "--num-prompts", 6, "--max-num-seqs", 4, "--json", "--dtype", "float32")
-    assert result.exit_code == 0 and result.stderr == ""
+    assert result.exit_code == 0 and result.stderr.startswith("KV cache: ") and result.stderr.count("\n") == 1
     found = json.loads(result.stdout)
     assert found["benchmark"] == "throughput" and not found["interrupted"] and len(found["rounds"]) == 3
     for each in found["rounds"]:
@@ -57,6 +57,8 @@ def test_throughput(run, monkeypatch):
         6,
         4,
     )
+    assert (settings["num_blocks"], settings["block_size"], settings["max_tokens"]) == (4 * 2, 16, 25)
+    assert settings["concurrency"] == 4.0 and settings["kv_cache_bytes"] > 0
     assert found["machine"]["torch"] == torch.__version__
     # The warm-up and every round have prompts of their own: no cache may know them.
     prompts = [prompt for each, _ in asked for prompt in each]
@@ -105,7 +107,10 @@ def test_the_table_has_a_line_for_each_figure(run):
 
 
 def test_startup_is_a_fresh_process_from_its_creation(run):
-    found = json.loads(run("startup", "--rounds", 2, "--warmup", 0, "--json").stdout)
+    result = run("startup", "--rounds", 2, "--warmup", 0, "--json", "--block-size", 4, "--kv-cache-gib", 1)
+    assert result.stderr.startswith("KV cache: ") and result.stderr.count("\n") == 1
+    found = json.loads(result.stdout)
+    assert (found["settings"]["block_size"], found["settings"]["num_blocks"]) == (4, 5)
     for each in found["rounds"]:
         parts = each["python"] + each["import"] + each["load"] + each["answer"]
         assert each["first token"] == pytest.approx(parts) and min(each.values()) > 0 and each["import"] > 0.2
@@ -149,13 +154,13 @@ def test_an_interrupt_shows_the_rounds_before_it(run, monkeypatch):
 
     monkeypatch.setattr(bench, "_timed", interrupted)
     result = run("latency", *SHORT, "--json")
-    assert result.exit_code == 130 and result.stderr.strip() == "interrupted after 2 of 3 rounds"
+    assert result.exit_code == 130 and result.stderr.endswith("\ninterrupted after 2 of 3 rounds\n")
     found = json.loads(result.stdout)
     assert found["interrupted"] and len(found["rounds"]) == 2
     rounds[:] = [1, 1, 1]
     result = run("throughput", *SHORT)
     assert result.exit_code == 130 and result.stdout == ""
-    assert result.stderr.strip() == "interrupted before the first round was complete"
+    assert result.stderr.endswith("\ninterrupted before the first round was complete\n")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")

@@ -69,7 +69,8 @@ def test_each_form_of_line_has_its_answer(run, files, llm):
         ],
     )
     result = run()
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "5 of 5 lines are done\n")
+    assert (result.exit_code, result.stdout) == (0, "") and result.stderr.startswith("KV cache: ")
+    assert result.stderr.endswith("\n5 of 5 lines are done\n")
     found = records(files[1])
     assert set(found) == {1, 2, 4, 5, 6}
     (plain,) = llm.generate("the capital", GREEDY)
@@ -145,7 +146,7 @@ def test_a_cut_record_is_dropped_and_its_line_asked_again(run, files, cut):
     lines = whole.splitlines(keepends=True)
     files[1].write_bytes(lines[0] + lines[1][:cut])
     result = run()
-    assert result.stderr == "3 of 3 lines are done, 1 of them before this run\n"
+    assert result.stderr.endswith("\n3 of 3 lines are done, 1 of them before this run\n")
     assert sorted(files[1].read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
@@ -259,3 +260,34 @@ def test_ctrl_c_says_how_far_it_came(tiny_checkpoint, files):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "of 400 lines are done; the same command goes on from here" in errors
     assert "Traceback" not in errors and files[1].read_bytes().endswith(b"\n")
+
+
+def test_a_step_that_fails_costs_its_own_lines_and_two_in_a_row_end_the_run(run, files, monkeypatch):
+    from torchplug.engine.llm_engine import LLMEngine
+    from torchplug.errors import PluginError, Problem
+
+    run_step = LLMEngine.step
+    steps = []
+
+    def step(self, at):
+        steps.append(1)
+        if len(steps) in at:
+            self.abort_request([name for name, each in list(self._requests.items()) if each.slot is not None])
+            raise PluginError("plugin 'Test'", Problem("forward", "planted"))
+        return run_step(self)
+
+    write(files[0], [{"prompt": "the", "sampling_params": {"max_tokens": 3}} for _ in range(40)])
+    monkeypatch.setattr(LLMEngine, "step", lambda self: step(self, {2}))
+    result = run()
+    found = records(files[1])
+    failed = [line for line, record in found.items() if "error" in record]
+    assert result.exit_code == 1 and len(found) == 40 and "40 of 40 lines are done" in result.stderr
+    assert failed == list(range(1, 33)) and found[1]["error"]["problems"][0]["says"] == "planted"
+    files[1].unlink()
+    steps.clear()
+    monkeypatch.setattr(LLMEngine, "step", lambda self: step(self, range(2, 99)))
+    result = run()
+    assert result.exit_code == 1 and "torchplug: plugin 'Test': forward: planted" in result.stderr
+    assert len(records(files[1])) == 32
+    monkeypatch.setattr(LLMEngine, "step", run_step)
+    assert "40 of 40 lines are done, 32 of them before this run" in run().stderr

@@ -34,16 +34,8 @@ UNCLAIMED = {"supports_multimodal_raw_input_only"}
 """Guards to which no class that can be imported here says yes: Terratorch, which needs terratorch, is the only one."""
 
 OLD_SPELLING = "calls embed_input_ids get_input_embeddings, as vLLM once did: we adapt it, vLLM 0.32 finds no method"
-SHADOWED = (
-    "vLLM's adapter lists the base of pooling models, whose score_type is 'bi-encoder', before SupportsCrossEncoding: "
-    "vLLM takes the one score type of the MRO that is not 'bi-encoder', we take the first score_type"
-)
 DIFFERENCES = {
     ("is_vllm_model", True, False): (OLD_SPELLING, ["exaone_moe_mtp:ExaoneMoeMTP", "nemotron_h_mtp:NemotronHMTP"]),
-    ("supports_cross_encoding", False, True): (
-        SHADOWED,
-        ["llama:LlamaBidirectionalForSequenceClassification", "nemotron_vl:LlamaNemotronVLForSequenceClassification"],
-    ),
 }
 """(guard, our answer, vLLM's) to the reason and the classes; it holds for the class and for its instances."""
 
@@ -56,23 +48,6 @@ DRAFTERS = [
 ]
 REFUSED = {
     "embed_multimodal": ("a drafter, which is handed merged embeddings and encodes nothing", DRAFTERS),
-    "get_placeholder_str": (
-        "has no text for a placeholder: the checkpoint's chat template writes it, or there is no chat; "
-        "vLLM takes the inherited method's None for that",
-        [
-            *DRAFTERS,
-            "audioflamingo3:AudioFlamingo3ForConditionalGeneration",
-            "cohere2_vision:Cohere2VisionForConditionalGeneration",
-            "colmodernvbert:ColModernVBertForRetrieval",
-            "fireredasr2:FireRedASR2ForConditionalGeneration",
-            "transformers:TransformersMultiModalEmbeddingModel",
-            "transformers:TransformersMultiModalForCausalLM",
-            "transformers:TransformersMultiModalForSequenceClassification",
-            "transformers:TransformersMultiModalMoEForCausalLM",
-            "voxtral:VoxtralForConditionalGeneration",
-            "voxtral_realtime:VoxtralRealtimeGeneration",
-        ],
-    ),
 }
 """Hook to the reason and the classes that claim SupportsMultiModal and inherit its empty method; vLLM takes them."""
 

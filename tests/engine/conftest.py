@@ -113,6 +113,7 @@ def make_engine(
         checkpoint=SimpleNamespace(generation_config={} if eos is None else {"eos_token_id": eos}, config={}),
         close=lambda: None,
         wrappers_of=lambda hook: (),
+        subject="plugin 'Test' (test==1.0, test:Model)",
     )
     engine = LLMEngine(loaded, tokenizer, seed=seed)
     for layer in loaded.module.modules():

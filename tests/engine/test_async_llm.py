@@ -224,6 +224,68 @@ def test_a_failed_step_reaches_every_request_in_it_and_no_other(llm, expected, m
     asyncio.run(main())
 
 
+def test_a_models_failure_names_the_plugin_and_the_line(llm, expected, monkeypatch):
+    def fail(hidden_states):
+        raise KeyError("planted")
+
+    async def main():
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.model.module, "compute_logits", fail)
+            with pytest.raises(RequestError) as caught:
+                await text_of(llm, PROMPTS[0])
+        text = str(caught.value)
+        assert "plugin 'LlamaForCausalLM' (torchplug==" in text and "compute_logits" in text
+        assert "KeyError: 'planted'" in text and f"see {__file__}:" in text
+        assert await text_of(llm, PROMPTS[0]) == expected[PROMPTS[0]].text
+
+    asyncio.run(main())
+
+
+CHAT = [{"role": "user", "content": "the capital of France"}]
+
+
+def test_chat_gives_the_answers_of_llms_chat(llm, tiny_checkpoint):
+    template = {"chat_template": "{{ messages[0].content }}{{ x }}", "chat_template_kwargs": {"x": "!"}}
+    with LLM(tiny_checkpoint, max_model_len=256) as plain:
+        wanted = [plain.chat(CHAT, GREEDY)[0], plain.chat(CHAT, GREEDY, **template)[0]]
+
+    async def last(**options):
+        outputs = [output async for output in llm.chat(CHAT, GREEDY, **options)]
+        assert len(outputs) > 1
+        return outputs[-1]
+
+    async def main():
+        found = await asyncio.gather(last(), last(**template))
+        for one, other in zip(found, wanted, strict=True):
+            assert (one.prompt, one.outputs) == (other.prompt, other.outputs)
+        async with aclosing(llm.chat(CHAT, LONG)) as outputs:  # leaving it drops the request
+            await anext(outputs)
+        await until_idle(llm)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "says"),
+    [
+        (None, {}, "expected a list of messages, got NoneType"),
+        ([], {}, "the conversation is empty"),
+        (CHAT, {"chat_template_kwargs": [1]}, "chat_template_kwargs: expected a dict"),
+        (CHAT, {"continue_final_message": True}, "AsyncLLM.chat: continue_final_message: not served"),
+        (CHAT, {"chat_templates": "x"}, "AsyncLLM.chat: chat_templates: no such argument"),
+        (CHAT, {"chat_template": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"},
+         "loops or grows without end"),
+    ],
+)  # fmt: skip
+def test_a_chat_that_is_not_acceptable_is_refused(llm, messages, options, says):
+    async def main():
+        return [output async for output in llm.chat(messages, GREEDY, **options)]
+
+    with pytest.raises(RequestError, match=says):
+        asyncio.run(main())
+    assert not llm._engine.has_unfinished_requests()
+
+
 def test_an_engine_that_fails_every_time_ends_its_requests(llm, monkeypatch):
     def fail():
         raise RuntimeError("always")

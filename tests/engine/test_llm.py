@@ -13,7 +13,7 @@ import pytest
 import torch
 from torchplug.engine.llm import LLM
 from torchplug.engine.sampling_params import SamplingParams
-from torchplug.errors import CheckpointError, RequestError
+from torchplug.errors import CheckpointError, DeviceError, RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 CHAT = [{"role": "user", "content": "the capital of France"}]
@@ -101,6 +101,19 @@ def test_bad_prompts_are_named_by_index_before_anything_runs(llm, monkeypatch):
         ),
         (lambda llm: llm.generate("a", sampling_param=1), "LLM.generate: sampling_param: no such argument"),
         (lambda llm: llm.chat(CHAT, continue_final_message=True), "continue_final_message: not served by this version"),
+        (
+            lambda llm: llm.chat(None),
+            "LLM.chat: messages: expected a conversation or a list of conversations, got None",
+        ),
+        (lambda llm: llm.chat("hello"), "expected a conversation or a list of conversations, got str"),
+        (lambda llm: llm.chat([None]), "conversation 0: messages: expected a list of messages, got NoneType"),
+        (lambda llm: llm.chat(CHAT, chat_template_kwargs="x"), "chat_template_kwargs: expected a dict of variables"),
+        (lambda llm: llm.chat(CHAT, chat_template_kwargs={3: 4}), "chat_template_kwargs: expected a dict of variables"),
+        (lambda llm: llm.chat(CHAT, chat_template_kwargs={"messages": []}), "'messages' is given otherwise"),
+        (lambda llm: llm.chat(CHAT, chat_template_kwargs={"tools": []}), "'tools' is given otherwise"),
+        (lambda llm: llm.chat(CHAT, add_generation_prompt="no"), "add_generation_prompt: expected True or False"),
+        (lambda llm: llm.chat(CHAT, tools={"name": "f"}), "tools: expected a list of schemas, got dict"),
+        (lambda llm: llm.chat(CHAT, chat_template=3), "expected Jinja source, got int"),
     ],
 )
 def test_arguments_of_a_call_that_are_not_served_are_refused(llm, call, says):
@@ -117,6 +130,77 @@ def test_arguments_of_the_constructor_are_all_checked_before_loading(tiny_checkp
     assert "enable_prefix_caching" in text
     with pytest.raises(CheckpointError, match="demo"):
         LLM("no/such/model")
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 256])
+def test_any_block_size_gives_the_same_answers(tiny_checkpoint, llm, block_size, capfd):
+    """256 is larger than every prompt here, and than all but the longest request."""
+    prompts = ["the", "the capital of France is Paris " * 4, "the capital of France is Rome"]
+    wanted = [tokens(output) for output in llm.generate(prompts, GREEDY)]
+    with LLM(tiny_checkpoint, max_model_len=300, max_num_seqs=3, block_size=block_size, kv_cache_gib=0.25) as other:
+        assert other.llm_engine.kv_cache.block_size == block_size
+        for _ in range(2):  # a cold prefix cache, and a warm one
+            assert [tokens(output) for output in other.generate(prompts, GREEDY)] == wanted
+        assert other.llm_engine.num_held_blocks == 0
+        assert str(other.llm_engine.kv_cache) in capfd.readouterr().err
+
+
+def test_bad_words_and_allowed_tokens(llm):
+    text = llm.get_tokenizer()
+    (free,) = llm.generate("the capital", GREEDY)
+    word = text.decode(tokens(free)[3:5])
+    (other,) = llm.generate("the capital", dataclasses.replace(GREEDY, bad_words=[word]))
+    assert tokens(other)[:3] == tokens(free)[:3] and tokens(other) != tokens(free)
+    ids = text.encode(word, add_special_tokens=False)
+    assert not any(tokens(other)[at : at + len(ids)] == ids for at in range(12))
+    allowed = sorted({*tokens(free)[:2], 40, 41})
+    (few,) = llm.generate("the capital", dataclasses.replace(GREEDY, allowed_token_ids=allowed))
+    assert set(tokens(few)) <= set(allowed) and tokens(few)[:2] == tokens(free)[:2]
+    (ended,) = llm.generate("the", dataclasses.replace(GREEDY, allowed_token_ids=[2], min_tokens=2))
+    assert (ended.outputs[0].finish_reason, len(tokens(ended))) == ("error", 1)
+    assert ended.outputs[0].stop_reason == "no token is left that may be sampled here"
+    for bad in ({"allowed_token_ids": [10**6]}, {"stop_token_ids": [10**6]}, {"logit_bias": {10**6: 1}}):
+        with pytest.raises(RequestError, match=rf"{next(iter(bad))}: token ids 1000000 are outside the vocabulary"):
+            llm.generate("the", dataclasses.replace(GREEDY, **bad))
+
+
+def test_the_size_of_the_cache_is_printed_unless_loading_shall_be_silent(tiny_checkpoint, capfd):
+    for silent in (False, True):
+        with LLM(tiny_checkpoint, use_tqdm_on_load=not silent, kv_cache_gib=0.001, max_num_seqs=100) as llm:
+            cache = llm.llm_engine.kv_cache
+            assert 0 < cache.num_bytes <= 0.001 * 2**30 and cache.concurrency < 100
+            assert capfd.readouterr().err == ("" if silent else f"{cache}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"block_size": 0}, "block_size: expected an integer of at least 1, got 0"),
+        ({"block_size": True}, "block_size: expected an integer"),
+        ({"block_size": 16.0}, "block_size: expected an integer"),
+        ({"kv_cache_gib": 0}, "kv_cache_gib: expected a number of GiB above 0, got 0"),
+        ({"kv_cache_gib": float("nan")}, "kv_cache_gib: expected a number of GiB"),
+        ({"kv_cache_gib": "2"}, "kv_cache_gib: expected a number of GiB above 0, got '2'"),
+        ({"kv_cache_gib": 1, "kv_cache_memory_bytes": 2**30}, "kv_cache_memory_bytes says the same in bytes"),
+        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization: not served .*\n.*give kv_cache_gib"),
+        ({"num_gpu_blocks_override": 9}, "num_gpu_blocks_override: not served .*\n.*give kv_cache_gib"),
+    ],
+)
+def test_sizes_of_the_cache_are_checked_before_loading(arguments, says):
+    with pytest.raises(RequestError, match=says):
+        LLM("no/such/model", **arguments)
+
+
+@pytest.mark.parametrize("value", [10**9, 10**18, 10**400], ids=["9", "18", "400"])
+def test_absurd_sizes_are_refused_with_what_they_need(tiny_checkpoint, value):
+    with pytest.raises(DeviceError) as caught:
+        LLM(tiny_checkpoint, max_num_seqs=value, max_num_batched_tokens=value * 1000)
+    assert [problem.where for problem in caught.value.problems] == ["max_num_seqs", "max_num_batched_tokens"]
+    for problem in caught.value.problems:
+        assert "needs at least" in problem.says and "are free" in problem.says and "use at most" in problem.fix
+    most = int(caught.value.problems[0].fix.split()[3].rstrip(";"))
+    with LLM(tiny_checkpoint, max_num_seqs=min(most // 2, 2000)) as llm:
+        assert len(tokens(llm.generate("the", GREEDY)[0])) == 12
 
 
 def test_arguments_that_change_nothing_here_are_accepted(tiny_checkpoint):
@@ -238,6 +322,7 @@ def test_a_failing_step_ends_the_call_and_leaves_the_llm_usable(llm, monkeypatch
 
 
 def test_progress_is_shown_only_on_a_terminal(llm, capfd):
+    capfd.readouterr()  # what loading has said
     llm.generate(["the", "of"], GREEDY, use_tqdm=True)
     assert capfd.readouterr() == ("", "")
 

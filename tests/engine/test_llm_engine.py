@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchplug.engine.sampling_params import RequestOutputKind, SamplingParams
-from torchplug.errors import RequestError
+from torchplug.errors import DeviceError, PluginError, RequestError
 
 torch.set_num_threads(1)
+
+NO_ROOM = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes."
 
 PROMPT = st.lists(st.integers(0, 47), min_size=1, max_size=30)
 REQUESTS = st.lists(st.tuples(PROMPT, st.integers(1, 8)), min_size=1, max_size=7)
@@ -192,7 +197,7 @@ def test_bad_parameters_and_a_used_id_are_refused_on_entry(engine_of, run_all):
         engine.add_request("x", [1, 2], {"temperature": 0})
     with pytest.raises(RequestError, match="stop texts need a tokenizer"):
         engine.add_request("x", [1, 2], greedy(3, stop="x"))
-    with pytest.raises(RequestError, match=r"\[48\] are outside the vocabulary"):
+    with pytest.raises(RequestError, match="token ids 48 are outside the vocabulary"):
         engine.add_request("x", [1, 2], greedy(3, stop_token_ids=[48]))
     assert list(run_all(engine)) == ["good"]
 
@@ -206,14 +211,57 @@ def test_a_failing_step_propagates_frees_its_slots_and_leaves_waiting_requests(
         engine.add_request(name, [1, 2, 3], greedy(3))
     module.fail_at = 2
     engine.step()
-    with pytest.raises(RuntimeError, match="planted") as caught:
+    with pytest.raises(PluginError, match="RuntimeError: planted") as caught:
         engine.step()
-    assert "dropped: a, b" in caught.value.__notes__[0]
+    assert "dropped: a, b" in caught.value.__notes__[0] and isinstance(caught.value.__cause__, RuntimeError)
+    (problem,) = caught.value.problems
+    assert caught.value.subject == "plugin 'Test' (test==1.0, test:Model)"
+    assert re.fullmatch(r"forward \(.*conftest.py:\d+\)", problem.where)
+    assert re.fullmatch(r"see .*conftest.py:\d+: report it to the plugin's author", problem.fix)
+    line = int(problem.fix.split(":")[1])
+    source = Path(problem.fix.removeprefix("see ").split(":")[0]).read_text()
+    assert 'raise RuntimeError("planted")' in source.splitlines()[line - 1]
     assert engine.num_free_slots == 2 and engine.get_num_unfinished_requests() == 1
     module.fail_at = None
     outputs = run_all(engine)
     engine.close()
     assert list(outputs) == ["c"] and outputs["c"].outputs[0].token_ids == reference(module, [1, 2, 3], 3)
+
+
+def test_a_method_that_fails_inside_torch_is_blamed_on_the_authors_line(tiny_model, engine_of):
+    module = tiny_model()
+    module.compute_logits = lambda hidden: torch.nn.functional.linear(hidden, module.head[:, :3])
+    engine = engine_of(module)
+    engine.add_request("a", [1, 2, 3], greedy(3))
+    with pytest.raises(
+        PluginError, match=r"(?s)compute_logits.*RuntimeError: mat1 and mat2.*see .*test_llm_engine.py:"
+    ):
+        engine.step()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("no room"), RuntimeError(NO_ROOM)], ids=type)
+@pytest.mark.parametrize("where", ["forward", "sample"])
+def test_no_memory_for_a_step_is_a_device_error_and_the_engine_goes_on(
+    tiny_model, engine_of, reference, run_all, monkeypatch, error, where
+):
+    module = tiny_model()
+    engine = engine_of(module, max_num_seqs=1)
+    engine.add_request("a", [1, 2, 3], greedy(3))
+    engine.add_request("b", [1, 2, 3], greedy(3))
+
+    def fail(*args, **kwargs):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((module, "forward", fail) if where == "forward" else (engine._sampler, "sample", fail)))
+        with pytest.raises(
+            DeviceError, match=r"(?s)running plugin 'Test'.*not enough memory.*fix: free memory, or lower"
+        ):
+            engine.step()
+    assert engine.num_held_blocks == 0 and engine.num_free_slots == 1
+    outputs = run_all(engine)
+    engine.close()
+    assert outputs["b"].outputs[0].token_ids == reference(module, [1, 2, 3], 3) and "a" not in outputs
 
 
 def test_a_model_that_returns_the_wrong_number_of_rows_is_named(tiny_model, engine_of):
@@ -223,7 +271,7 @@ def test_a_model_that_returns_the_wrong_number_of_rows_is_named(tiny_model, engi
     module.compute_logits = lambda hidden: hidden[:0]
     engine = engine_of(module)
     engine.add_request("a", [1, 2, 3], greedy(3))
-    with pytest.raises(ContractError, match=r"TinyModel.*compute_logits: expected a tensor with one row"):
+    with pytest.raises(ContractError, match=r"plugin 'Test'.*compute_logits: expected a tensor with one row"):
         engine.step()
     assert engine.num_free_slots == 4
 

@@ -45,6 +45,7 @@ def build(cls):
             checkpoint=None,
             close=lambda: None,
             wrappers_of=lambda hook: (),
+            subject="plugin 'Test' (test==1.0, test:Model)",
         )
         return LLMEngine(loaded)
 

@@ -8,7 +8,7 @@ import pytest
 from torchplug.engine.llm import LLM
 from torchplug.engine.parallel_sampling import child_params, child_seed
 from torchplug.engine.sampling_params import RequestOutputKind, SamplingParams
-from torchplug.errors import RequestError
+from torchplug.errors import PluginError, RequestError
 
 HOT = SamplingParams(n=3, temperature=1.5, seed=7, max_tokens=10, output_kind=RequestOutputKind.FINAL_ONLY)
 PROMPT = list(range(1, 20))
@@ -88,7 +88,7 @@ def test_a_failed_step_takes_all_outputs_of_a_request_with_it(engine_of, tiny_mo
     engine.add_request("waits", PROMPT, HOT)
     module.fail_at = 2
     engine.step()
-    with pytest.raises(RuntimeError, match="planted") as caught:
+    with pytest.raises(PluginError, match="RuntimeError: planted") as caught:
         engine.step()
     assert "dropped: x" in caught.value.__notes__[-1]
     assert "x" not in engine and "waits" in engine

@@ -248,3 +248,56 @@ def test_nan_logits_are_an_error_not_a_token(given_params):
     states = [SamplingState(SamplingParams(**given_params), [], []) for _ in range(2)]
     with pytest.raises(ContractError, match="compute_logits"):
         Sampler(0).sample(logits, states)
+
+
+@given(st.integers(0, 2**32 - 1), st.sets(st.integers(0, 19), min_size=1), st.floats(0, 2))
+@settings(max_examples=60, deadline=None)
+def test_only_allowed_tokens_are_sampled(seed, allowed, temperature):
+    params = SamplingParams(temperature=temperature, allowed_token_ids=sorted(allowed), seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    state, other = SamplingState(params, [], []), SamplingState(SamplingParams(temperature=0), [], [])
+    for _ in range(5):
+        rows = 3 * torch.randn(2, 20, generator=generator)
+        token, free = Sampler().sample(rows, [state, other]).token_ids
+        assert token in allowed and free == int(rows[1].argmax())
+        if params.greedy:
+            assert token == max(sorted(allowed), key=lambda i: float(rows[0, i]))
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=3),
+    st.sampled_from([0.0, 1.0]),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_bad_word_is_never_completed(seed, words, temperature):
+    """A vocabulary of 5 in which token 4 is always allowed."""
+    params = SamplingParams(temperature=temperature, bad_words=["x"], seed=seed)
+    state = SamplingState(params, [], [], bad_words=words)
+    generator = torch.Generator().manual_seed(seed)
+    output: list[int] = []
+    for _ in range(30):
+        row = 3 * torch.randn(1, 5, generator=generator)
+        barred = {word[-1] for word in words if output[len(output) - len(word) + 1 :] == word[:-1] or len(word) == 1}
+        output += Sampler().sample(row, [state]).token_ids
+        if not temperature:
+            best = max((i for i in range(5) if i not in barred), key=lambda i: float(row[0, i]))
+            assert output[-1] == best
+    for word in words:
+        assert not any(output[at : at + len(word)] == word for at in range(len(output)))
+
+
+def test_ids_and_numbers_beyond_the_vocabulary_do_no_harm():
+    huge = SamplingParams(top_k=10**400, logit_bias={10**12: 5.0, 1: 50.0}, allowed_token_ids=[1, 10**12], logprobs=9)
+    assert Sampler().sample(torch.zeros(1, 5), [SamplingState(huge, [], [10**12])]).token_ids == [1]
+
+
+def test_where_nothing_may_be_sampled_the_request_ends_alone():
+    nothing = SamplingState(SamplingParams(temperature=0, allowed_token_ids=[2], min_tokens=1), [], [2])
+    fine = SamplingState(SamplingParams(temperature=0), [], [])
+    assert Sampler().sample(torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]), [nothing, fine]).token_ids[1] == 2
+    assert nothing.error == "no token is left that may be sampled here" and fine.error is None
+    with pytest.raises(ContractError, match="NaN"):
+        Sampler().sample(
+            torch.full((1, 3), float("nan")), [SamplingState(SamplingParams(allowed_token_ids=[2]), [], [])]
+        )

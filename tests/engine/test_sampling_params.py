@@ -68,13 +68,63 @@ def test_values_become_their_plain_form():
         ("logit_bias", {"x": 1.0}),
         ("logit_bias", [3]),
         ("structured_outputs", {"regex": "a"}),
+        ("temperature", 10**400),
+        ("temperature", True),
+        ("seed", "x"),
+        ("seed", True),
+        ("top_k", True),
+        ("stop", "\ud800"),
+        ("stop", ["fine", "a\udfff"]),
+        ("stop_token_ids", [True]),
+        ("bad_words", [""]),
+        ("bad_words", [3]),
+        ("bad_words", "\ud800"),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", "x"),
+        ("allowed_token_ids", [1.0]),
+        ("logit_bias", {3: 10**400}),
+        ("max_tokens", 1.5),
+        ("min_tokens", False),
     ],
 )
 def test_a_value_out_of_range_is_named(name, value):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{name: value})
     assert [problem.where for problem in caught.value.problems] == [name]
-    assert repr(value) in str(caught.value)
+    assert repr(value)[:200] in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def test_a_number_that_python_does_not_write_out_is_refused_too():
+    for name in ("temperature", "seed", "n", "presence_penalty"):
+        with pytest.raises(RequestError, match=f"{name}: .*an integer of 33,220 bits"):
+            SamplingParams(**{name: 10**10_000})
+
+
+VLLMS = {
+    "n": 2, "presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.5, "temperature": 0.5,
+    "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 3, "stop": "x", "stop_token_ids": [3], "ignore_eos": True,
+    "max_tokens": 3, "min_tokens": 1, "logprobs": 1, "prompt_logprobs": 1, "detokenize": False,
+    "skip_special_tokens": False, "include_stop_str_in_output": True, "output_kind": RequestOutputKind.DELTA,
+    "structured_outputs": StructuredOutputsParams(choice=["a"]), "logit_bias": {3: 1.0}, "allowed_token_ids": [3],
+    "bad_words": ["x"], "watermarking": True, "prompt_logprob_token_ids": [[1]], "prompt_logprob_start": 1,
+    "logprob_token_ids": [3], "flat_logprobs": True, "spaces_between_special_tokens": False, "stream_interval": 2,
+    "skip_clone": True, "output_text_buffer_length": 1, "extra_args": {"a": 1}, "thinking_token_budget": 3,
+    "repetition_detection": {"max_pattern_size": 3}, "routed_experts_prompt_start": 1,
+    "skip_reading_prefix_cache": True, "trace_decode_token_ids": [3],
+}  # fmt: skip
+"""The fields of vLLM 0.32's SamplingParams, each with a value that is not its default."""
+
+
+@pytest.mark.parametrize("name", VLLMS)
+def test_each_parameter_of_vllm_is_served_or_refused_by_name(name):
+    value = VLLMS[name]
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    if name in fields:
+        assert getattr(SamplingParams(**{name: value}), name) != getattr(SamplingParams(), name)
+    else:
+        with pytest.raises(RequestError, match=f"{name}: not served by this version"):
+            SamplingParams(**{name: value})
 
 
 def test_all_problems_come_at_once():
@@ -88,17 +138,17 @@ def test_all_problems_come_at_once():
             stop="x",
             temprature=1,
             best_of=4,
-            bad_words="x",
+            logprob_token_ids="x",
         )
     wheres = [problem.where for problem in caught.value.problems]
-    assert wheres == ["temperature", "top_p", "min_tokens", "stop", "temprature", "best_of", "bad_words"]
+    assert wheres == ["temperature", "top_p", "min_tokens", "stop", "temprature", "best_of", "logprob_token_ids"]
     assert "did you mean 'temperature'?" in str(caught.value)
     assert "not served by this version" in str(caught.value)
 
 
 def test_arguments_that_are_not_served_are_accepted_only_switched_off():
-    assert SamplingParams(n=1, prompt_logprobs=None, bad_words=None) == SamplingParams()
-    for other in ({"bad_words": ["x"]}, {"allowed_token_ids": [1]}, {"logits_processors": [print]}):
+    assert SamplingParams(n=1, prompt_logprobs=None, logprob_token_ids=None) == SamplingParams()
+    for other in ({"logprob_token_ids": [1]}, {"extra_args": {}}, {"logits_processors": [print]}):
         with pytest.raises(RequestError, match="not served by this version"):
             SamplingParams(**other)
 
@@ -131,10 +181,17 @@ def test_a_bias_read_from_json_has_text_for_token_ids():
     assert SamplingParams(logit_bias={}).logit_bias is None
 
 
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<call>", "schema": {}, "end": "</call>"}],
+    "triggers": ["<ca"],
+}
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({}, "expected exactly one of json, regex, choice, grammar, json_object, got none of them"),
+        ({}, "expected exactly one of json, regex, choice, grammar, json_object, structural_tag, got none of them"),
         ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
         ({"choice": []}, "choice: expected texts"),
         ({"choice": "abc"}, "choice: expected texts"),
@@ -142,8 +199,17 @@ def test_a_bias_read_from_json_has_text_for_token_ids():
         ({"json": 7}, "json: expected str or dict, got int"),
         ({"json": {"a": {1, 2}}}, "json: is no JSON schema"),
         ({"regex": 7}, "regex: expected str, got int"),
-        ({"regex": "a", "structural_tag": "x"}, "structural_tag: not served by this version"),
         ({"regex": "a", "regexx": "x"}, "regexx: no such argument"),
+        ({"regex": "a", "disable_fallback": True}, "disable_fallback: not served by this version"),
+        ({"regex": "a", "structural_tag": "x"}, "expected exactly one of .*, got regex and structural_tag"),
+        ({"structural_tag": "x"}, "structural_tag: is not JSON"),
+        ({"structural_tag": 3}, "structural_tag: expected str or dict, got int"),
+        ({"structural_tag": {"type": "structural_tag", "format": {}}}, "the form with a 'format' is not served"),
+        ({"structural_tag": {**TAG, "structures": []}}, "structures: expected a list"),
+        ({"structural_tag": {**TAG, "triggers": []}}, "triggers: expected texts"),
+        ({"structural_tag": {**TAG, "triggers": ["[x"]}}, "begin '<call>' starts with none of the triggers"),
+        ({"structural_tag": {**TAG, "structures": [{"begin": "<call>"}]}}, r"structures\[0\]: expected an object with"),
+        ({"regex": "\ud800"}, "regex: holds half of a surrogate pair"),
         ({"json_object": True, "disable_any_whitespace": 1}, "disable_any_whitespace: expected True or False"),
     ],
 )

@@ -29,6 +29,13 @@ PERSON = {
 }
 
 
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<call>", "schema": PERSON, "end": "</call>"}],
+    "triggers": ["<ca"],
+}
+
+
 @pytest.fixture(scope="module")
 def llm(tiny_checkpoint):
     torch.set_num_threads(1)
@@ -186,6 +193,29 @@ def test_a_bad_structure_is_told_before_anything_runs(llm, structure, says):
     with pytest.raises(RequestError, match=rf"(?s)prompt 0: structured_outputs.*{says}"):
         llm.generate("the", params(**structure))
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_a_structural_tag_holds_once_its_trigger_was_said(llm):
+    """A model of random weights never says the trigger by itself, so it is pushed there."""
+    text = llm.get_tokenizer()
+    push = dict.fromkeys(text.encode("<ca", add_special_tokens=False), 60.0)
+    found = []
+    for seed in range(12):
+        structure = StructuredOutputsParams(
+            structural_tag=json.dumps(TAG), disable_any_whitespace=True, disable_additional_properties=True
+        )
+        free = SamplingParams(
+            temperature=1.5, max_tokens=80, seed=seed, structured_outputs=structure, logit_bias=push, top_k=5
+        )
+        found.append(llm.generate("the", free)[0].outputs[0].text)
+    whole = [part for one in found for part in re.findall(r"<call>(.*?)</call>", one, re.DOTALL)]
+    assert len(whole) >= 4, found
+    for part in whole:
+        assert set(json.loads(part)) == {"name", "age"}
+    for one in found:  # a trigger is the beginning of a call, unless the output was cut there
+        assert "<ca" not in re.sub(r"<call>.*?(</call>|$)", "|", one, flags=re.DOTALL)[:-6], one
+    (plain,) = answers(llm, 1, structural_tag=TAG)  # and free text stays free
+    assert plain.finish_reason in ("stop", "length") and "<call>" not in plain.text
 
 
 def test_closing_objects_leaves_data_and_property_names_alone(llm):

@@ -9,6 +9,7 @@ import pytest
 from torchplug.errors import PluginError
 from torchplug.host.catalogue import Catalogue, ModelPlugin, WrapperPlugin
 from torchplug.host.importing import import_object, import_problem, import_wrappers, other_version, subject_of
+from torchplug.host.metadata import Kind, scan
 
 
 def row_of(site, source, attribute="Plug", **more):
@@ -75,6 +76,26 @@ def test_a_missing_module_is_looked_up_in_what_the_distribution_requires(site, r
         SimpleNamespace(name="Plug", value=row.value, group="", load=row.entry_point.load, dist=Distribution())
     )
     assert fix in problem_of(row).fix
+
+
+@pytest.mark.parametrize("kind", ["package", "module"])
+def test_a_directory_that_hides_the_package_is_named(site, tmp_path, monkeypatch, kind):
+    row = row_of(site, "class Plug: ...\n")
+    here = tmp_path / "here"
+    here.mkdir()
+    culprit = here / ("plug" if kind == "package" else "plug.py")
+    if kind == "package":
+        culprit.mkdir()
+        culprit = culprit / "__init__.py"
+    culprit.write_text("")
+    monkeypatch.syspath_prepend(here)
+    problem = problem_of(row)
+    shown = here / ("plug" if kind == "package" else "plug.py")
+    assert f"Python takes {shown} for the package 'plug'" in problem.says
+    assert problem.says.endswith(f"it hides the one of plug==0.3, {site.root / 'plug'}")
+    assert problem.fix.startswith(f"rename or move {shown}")
+    (found,) = [each for installed in scan() for each in installed.findings if each.kind is Kind.MISSING_MODULE]
+    assert (found.says, found.fix) == (problem.says, problem.fix)
 
 
 @pytest.mark.parametrize(

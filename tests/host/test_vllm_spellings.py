@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Protocol
 
 import pytest
 import torch
@@ -172,10 +173,13 @@ def line(function):
 
 def test_score_type_claims_cross_encoding_as_the_flag_does(plain_class):
     new, old = made(plain_class, score_type="cross-encoder"), made(plain_class, supports_cross_encoding=True)
-    for cls in (new, old, made(new), made(new, supports_cross_encoding=True)):
+    pooling = made(plain_class, score_type="bi-encoder")  # a base's default hides no claim, as in vLLM
+    shadowed = type("Test", (made(pooling), new), {})
+    again = made(new, score_type="bi-encoder")
+    for cls in (new, old, made(new), made(new, supports_cross_encoding=True), shadowed, again):
         assert report_of(cls).interfaces == {"SupportsCrossEncoding"}
         assert interfaces.supports_cross_encoding(cls) is True
-    for silent in (made(plain_class), made(plain_class, score_type="bi-encoder"), made(new, score_type="bi-encoder")):
+    for silent in (made(plain_class), pooling, made(pooling)):
         report = report_of(silent)
         assert report.interfaces == frozenset() and report.warnings == ()
         assert interfaces.supports_cross_encoding(silent) is False
@@ -410,7 +414,7 @@ def test_mrope_positions_have_three_or_more_rows(bind, plain_class, rows, served
             hooks.get_mrope_input_positions([5, 6], [])
 
 
-class CachingOf032(interfaces.Protocol):
+class CachingOf032(Protocol):
     """As vLLM 0.32 has it: the flag, and the copy functions with empty bodies."""
 
     supports_mamba_prefix_caching = True
@@ -433,6 +437,44 @@ def test_prefix_caching_that_carries_the_copy_functions_needs_them_written(bind,
     )
     good = made(stub, get_mamba_state_copy_func=classmethod(lambda cls: (print,)))
     assert bind(good).hooks.get_mamba_state_copy_func() == (print,)
+
+
+class MultiModalOf032(Protocol):
+    """What a class of vLLM 0.32 inherits without its author having written a line of it."""
+
+    supports_multimodal = True
+
+    @classmethod
+    def get_placeholder_str(cls, modality, i): ...
+
+    def get_mm_lora_token_counts(self, counts):
+        return {name: number + 1 for name, number in counts.items()}
+
+    def configure_mm_token_handling(self, vocab_size, mm_token_ids):
+        self.mm_token_ids = mm_token_ids
+
+
+def test_what_another_engines_interface_brings_is_nobodys_mistake(bind, plain_class):
+    def embed_multimodal(self, **kwargs):
+        return [kwargs["rows"]]
+
+    inherits = made(
+        plain_class, MultiModalOf032, embed_multimodal=embed_multimodal, get_language_model=lambda self: self.head
+    )
+    report = report_of(inherits)
+    assert report.interfaces == {"SupportsMultiModal"} and report.warnings == ()
+    assert report.absent["get_placeholder_str"] == "Test does not implement it"
+    with pytest.raises(HookNotProvided, match="get_placeholder_str: Test does not implement it"):
+        bind(inherits).hooks.get_placeholder_str("image", 1)
+    writes = made(
+        inherits,
+        get_mm_lora_token_counts=lambda self, counts: counts,
+        configure_mm_token_handling=lambda self, vocab_size, mm_token_ids: None,
+    )
+    assert [warning.where.split()[0] for warning in report_of(writes).warnings] == [
+        "get_mm_lora_token_counts",
+        "configure_mm_token_handling",
+    ]
 
 
 def older_names(plain_class, get_input_embeddings):

@@ -17,10 +17,10 @@ _numbers = count()
 class Package:
     """A distribution that offers the architecture `name` from `module`.
 
-    Each fault is (old text, new text) of `source`, a file whose class is called `healthy`.
+    Each fault is (old text, new text) of `source`.
     """
 
-    def __init__(self, root, *fault, source=HEALTHY, healthy="HealthyForCausalLM"):
+    def __init__(self, root, *fault, source=HEALTHY):
         self.root = root
         number = next(_numbers)
         self.module, self.name = f"planted_{number}", f"Planted{number}ForCausalLM"
@@ -28,7 +28,7 @@ class Package:
             assert source.count(old) == 1, old
             source = source.replace(old, new)
         root.mkdir(parents=True, exist_ok=True)
-        (root / f"{self.module}.py").write_text(source.replace(healthy, self.name))
+        (root / f"{self.module}.py").write_text(source.replace("HealthyForCausalLM", self.name))
         self.register(f"planted-package-{number}")
 
     def register(self, distribution, group="torchplug.models.v1"):
@@ -41,14 +41,14 @@ class Package:
 
 @pytest.fixture
 def make_package(tmp_path, monkeypatch):
-    """make_package((old, new), ...) makes and installs a package; make_package.path is where."""
+    """make_package((old, new), ..., source=...) makes and installs a package."""
     root = tmp_path / "site"
     monkeypatch.syspath_prepend(root)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])))
     modules = set(sys.modules)
 
-    def make(*faults, **source):
-        return Package(root, *faults, **source)
+    def make(*faults, source=HEALTHY):
+        return Package(root, *faults, source=source)
 
     yield make
     for name in set(sys.modules) - modules:

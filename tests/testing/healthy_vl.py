@@ -50,7 +50,7 @@ class Inner(nn.Module):
 
 
 @MULTIMODAL_REGISTRY.register_processor(Squares)
-class HealthyForConditionalGeneration(nn.Module, SupportsMultiModal, SupportsMRoPE):
+class HealthyForCausalLM(nn.Module, SupportsMultiModal, SupportsMRoPE):
     def __init__(self, *, vllm_config, prefix=""):
         super().__init__()
         config = vllm_config.model_config.hf_config

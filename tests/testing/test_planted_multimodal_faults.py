@@ -128,7 +128,7 @@ def one_thread():
 
 
 def make(make_package, *faults):
-    return make_package(*faults, source=HEALTHY, healthy="HealthyForConditionalGeneration")
+    return make_package(*faults, source=HEALTHY)
 
 
 def test_a_healthy_class_passes_every_check(make_package):

@@ -13,39 +13,11 @@ def outcomes(results):
     return {result.check.name: (result.outcome, result.reason) for result in results}
 
 
-class Cumulative(nn.Module):
-    """A class in vLLM's conventions that uses nothing of ours and has no tiny_config."""
-
-    def __init__(self, *, vllm_config, prefix=""):
-        super().__init__()
-        config = vllm_config.model_config.hf_config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def embed_input_ids(self, input_ids):
-        return self.embed(input_ids)
-
-    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None):
-        hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        return hidden.cumsum(0)
-
-    def compute_logits(self, hidden_states):
-        return self.head(hidden_states)
-
-    def load_weights(self, weights):
-        parameters = dict(self.named_parameters())
-        loaded = set()
-        for name, tensor in weights:
-            parameters[name].data.copy_(tensor)
-            loaded.add(name)
-        return loaded
-
-
 CONFIG = {"vocab_size": 32, "hidden_size": 16}
 
 
-def test_a_plain_class_with_a_config_given_passes_what_applies_to_it():
-    found = outcomes(check_model(Cumulative, config=CONFIG))
+def test_a_plain_class_with_a_config_given_passes_what_applies_to_it(plain_class):
+    found = outcomes(check_model(plain_class, config=CONFIG))
     # Whether a new process could import this very file depends on how pytest was started.
     assert {name for name, (outcome, _) in found.items() if outcome is Outcome.SKIPPED} - {"import_contract"} == {
         "registration",
@@ -57,8 +29,8 @@ def test_a_plain_class_with_a_config_given_passes_what_applies_to_it():
     assert "whole text in every step" in found["chunk_split"][1]
 
 
-def test_without_a_config_behaviour_is_skipped_and_the_reason_says_what_is_missing():
-    found = outcomes(check_model(Cumulative))
+def test_without_a_config_behaviour_is_skipped_and_the_reason_says_what_is_missing(plain_class):
+    found = outcomes(check_model(plain_class))
     for name in ("weights_round_trip", "dtype_and_device", "cached_equals_uncached"):
         assert found[name][0] is Outcome.SKIPPED and "tiny_config() -> dict" in found[name][1]
 
@@ -124,9 +96,9 @@ def test_fused_parameters_are_given_in_their_parts_as_in_a_checkpoint():
     assert "self_attn.qkv_proj.weight" not in shapes and shapes["mlp.gate_proj.weight"] == [112, 64]
 
 
-def test_names_and_shapes_given_by_the_author_are_used():
+def test_names_and_shapes_given_by_the_author_are_used(plain_class):
     specimen = Specimen(
-        Cumulative, config=CONFIG, weights={"embed.weight": (32, 16), "head.weight": torch.ones(32, 16)}
+        plain_class, config=CONFIG, weights={"embed.weight": (32, 16), "head.weight": torch.ones(32, 16)}
     )
     assert list(specimen.tensors) == ["embed.weight", "head.weight"]
     assert bool((specimen.tensors["head.weight"] == 1).all())
@@ -146,30 +118,34 @@ def test_every_check_says_what_it_proves_and_its_needs_come_first():
         seen.add(check.name)
 
 
-class Redundant(Cumulative):
-    """Three experts in a checkpoint, five slots for them in the model."""
+@pytest.fixture
+def redundant_class(plain_class):
+    class Redundant(plain_class):
+        """Three experts in a checkpoint, five slots for them in the model."""
 
-    def __init__(self, *, vllm_config, prefix=""):
-        super().__init__(vllm_config=vllm_config)
-        slots = 3 + vllm_config.model_config.hf_config.num_redundant
-        self.experts = nn.Parameter(torch.empty(slots, 16))
-        self.num_redundant_experts = slots - 3
-        self.num_moe_layers, self.moe_layers, self.expert_weights = 1, [], []
-        self.num_expert_groups = self.num_shared_experts = 0
-        self.num_logical_experts = self.num_routed_experts = 3
-        self.num_physical_experts = self.num_local_physical_experts = slots
+        def __init__(self, *, vllm_config, prefix=""):
+            super().__init__(vllm_config=vllm_config)
+            slots = 3 + vllm_config.model_config.hf_config.num_redundant
+            self.experts = nn.Parameter(torch.empty(slots, 16))
+            self.num_redundant_experts = slots - 3
+            self.num_moe_layers, self.moe_layers, self.expert_weights = 1, [], []
+            self.num_expert_groups = self.num_shared_experts = 0
+            self.num_logical_experts = self.num_routed_experts = 3
+            self.num_physical_experts = self.num_local_physical_experts = slots
 
-    def set_eplb_state(self, expert_load_view, logical_to_physical_map, logical_replica_count): ...
-    def update_physical_experts_metadata(self, num_physical_experts, num_local_physical_experts): ...
+        def set_eplb_state(self, expert_load_view, logical_to_physical_map, logical_replica_count): ...
+        def update_physical_experts_metadata(self, num_physical_experts, num_local_physical_experts): ...
 
-    def load_weights(self, weights):
-        slots = torch.arange(len(self.experts)) % 3
-        return super().load_weights((name, x[slots] if name == "experts" else x) for name, x in weights)
+        def load_weights(self, weights):
+            slots = torch.arange(len(self.experts)) % 3
+            return super().load_weights((name, x[slots] if name == "experts" else x) for name, x in weights)
+
+    return Redundant
 
 
 @pytest.mark.parametrize("redundant", [2, 0])
-def test_a_redundant_expert_may_be_filled_from_the_tensor_of_another(redundant):
+def test_a_redundant_expert_may_be_filled_from_the_tensor_of_another(redundant_class, redundant):
     weights = {"embed.weight": (32, 16), "head.weight": (32, 16), "experts": (3, 16)}
-    results = check_model(Redundant, config=CONFIG | {"num_redundant": redundant}, weights=weights)
+    results = check_model(redundant_class, config=CONFIG | {"num_redundant": redundant}, weights=weights)
     (found,) = [result for result in results if result.check.name == "weights_round_trip"]
     assert found.outcome is Outcome.OK, found.error()

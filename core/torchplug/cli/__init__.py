@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
@@ -84,10 +85,14 @@ class CommandGroup(click.Group):
                 return super().invoke(ctx)
         except Exception as error:
             from torchplug.errors import TorchplugError
+            from torchplug.host.torch_import import explain_torch_import
 
-            if not isinstance(error, TorchplugError):
+            explained = error if isinstance(error, TorchplugError) else explain_torch_import(error)
+            if explained is None:
                 raise
-            print_error(ctx, error)
+            if ctx.params.get("debug"):
+                traceback.print_exception(error)
+            print_error(ctx, explained)
             ctx.exit(1)
 
     def main(
@@ -163,6 +168,9 @@ def _leave_an_output_that_takes_no_more() -> NoReturn:
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="A plugin is a pip package. `torchplug COMMAND --help` says more about a command.",
 )
+@click.option(
+    "--debug", is_flag=True, envvar="TORCHPLUG_DEBUG", help="Show an error's traceback too; also TORCHPLUG_DEBUG=1."
+)
 @click.version_option(__version__, prog_name="torchplug", message="%(prog)s %(version)s")
-def main() -> None:
+def main(debug: bool) -> None:
     """Find, check and run model architectures that are installed as pip packages."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from torchplug.errors import Problem, RequestError
+from torchplug.errors import Problem, RequestError, TorchplugError
 
 if TYPE_CHECKING:
     from torchplug.engine.llm import LLM
@@ -99,11 +99,15 @@ class BatchFile:
             os.close(descriptor)
 
     def run(self, llm: LLM, *, most_in_flight: int) -> Iterator[Tally]:
-        """Answer what has no record yet; yields after every record that is written."""
+        """Answer what has no record yet; yields after every record that is written.
+
+        The lines of a step that fails have its error for a record, and the others go on; two such steps in a row end
+        the run, with the second one's error and no record of its lines.
+        """
         engine = llm.llm_engine
         asked: dict[str, tuple[int, bytes, Any]] = {}
         todo = ((number, line) for number, line in self._lines() if number not in self._done)
-        exhausted = False
+        exhausted = failed = False
         try:
             while not exhausted or asked:
                 while not exhausted and len(asked) < most_in_flight:
@@ -123,7 +127,21 @@ class BatchFile:
                         yield self.tally
                     else:
                         asked[name] = number, line, identity
-                for output in engine.step():
+                try:
+                    outputs, failed = engine.step(), False
+                except TorchplugError as error:
+                    # It cannot be told whose fault it was. A second failure in a row is not a line's.
+                    lost = [name for name in asked if name not in engine]
+                    if failed or not lost:
+                        raise
+                    failed = True
+                    for name in lost:
+                        number, line, identity = asked.pop(name)
+                        self._write(number, line, identity, {"error": error.as_dict()})
+                        self.tally.failed.append(number)
+                        yield self.tally
+                    continue
+                for output in outputs:
                     if output.finished and output.request_id in asked:
                         number, line, identity = asked.pop(output.request_id)
                         self._write(number, line, identity, _answer(output))
@@ -224,11 +242,11 @@ def _fields(line: bytes) -> dict[str, Any]:
 
 
 def _prompt(llm: LLM, fields: Mapping[str, Any]) -> Prompt:
+    from torchplug.engine.prompts import chat_prompt
+
     if fields.get("messages") is None:
         return {key: fields[key] for key in ("prompt", "prompt_token_ids") if fields.get(key) is not None}
-    tokenizer = llm.get_tokenizer()
-    text = tokenizer.render_chat(fields["messages"], add_generation_prompt=True)
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    return chat_prompt(llm.get_tokenizer(), fields["messages"])
 
 
 def _answer(output: RequestOutput) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from torchplug.cli.bench_report import Report, check_plot
-from torchplug.cli.options import device_options, json_option, selection_options
+from torchplug.cli.model_options import Loading, loading_options
+from torchplug.cli.options import json_option
 
 if TYPE_CHECKING:
     from torchplug.engine.llm import LLM
@@ -34,26 +36,36 @@ def bench() -> None:
     """
 
 
-def _common_options(function: Function) -> Function:
-    """The options of every benchmark. Those of the model arrive as one argument, `loading`: the arguments of `LLM`."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every benchmark is told: which model, how often, and where the figures go."""
+
+    loading: Loading
+    rounds: int
+    warmup: int
+    seed: int
+    plot: Path | None
+    as_json: bool
+
+    def report(self, name: str, units: dict[str, str], **settings: Any) -> Report:
+        """An empty report; a plot that could not be drawn is refused now."""
+        check_plot(self.plot)
+        return Report(name, units, {"model": self.loading.model, **settings, **self.loading.chosen})
+
+
+def _plan_options(function: Function) -> Function:
+    """The options of every benchmark; they arrive as one argument, `plan`."""
 
     @wraps(function)
-    def command(*, device: str, dtype: str, plugins: str | None, owners: dict[str, str], **others: Any) -> Any:
-        loading = {"device": device, "dtype": dtype, "plugins": plugins, "owners": owners}
-        return function(loading=loading, **others)
+    def command(
+        *, loading: Loading, rounds: int, warmup: int, seed: int, plot: Path | None, as_json: bool, **others: Any
+    ) -> Any:
+        return function(plan=Plan(loading, rounds, warmup, seed, plot, as_json), **others)
 
     at_least_1 = click.IntRange(min=1)
-    result: Any = json_option(device_options(selection_options(command)))
+    result: Any = json_option(command)
     for option in reversed(
         (
-            click.option(
-                "--model",
-                "-m",
-                default="demo",
-                show_default=True,
-                metavar="TARGET",
-                help="A checkpoint directory, a GGUF file, or demo.",
-            ),
             click.option("--rounds", type=at_least_1, default=5, show_default=True, help="Rounds that count."),
             click.option(
                 "--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Rounds before these."
@@ -68,7 +80,7 @@ def _common_options(function: Function) -> Function:
         )
     ):
         result = option(result)
-    return result  # type: ignore[no-any-return]
+    return loading_options(result)  # type: ignore[no-any-return]
 
 
 def _length(name: str, default: int, text: str) -> Callable[[Function], Function]:
@@ -88,35 +100,34 @@ def _length(name: str, default: int, text: str) -> Callable[[Function], Function
     help="Tokens with which all prompts of a round begin; of --input-len.",
 )
 @click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True, help="Compute a beginning once.")
-@_common_options
+@_plan_options
 def throughput(
-    model: str,
     input_len: int,
     output_len: int,
     num_prompts: int,
     max_num_seqs: int,
     shared_len: int,
     prefix_caching: bool,
-    rounds: int,
-    warmup: int,
-    seed: int,
-    plot: Path | None,
-    as_json: bool,
-    loading: dict[str, Any],
+    plan: Plan,
 ) -> None:
     """Many prompts at once: how much is done per second."""
     units = {"requests": "1/s", "output tokens": "tokens/s", "all tokens": "tokens/s", "time": "s"}
     if shared_len > input_len:
         raise click.UsageError(f"--shared-len {shared_len} is more than --input-len {input_len}")
-    settings = {"input_len": input_len, "output_len": output_len, "num_prompts": num_prompts}
-    more = {"max_num_seqs": max_num_seqs, "shared_len": shared_len, "prefix_caching": prefix_caching}
-    report = Report("throughput", units, {"model": model, **settings, **more})
-    check_plot(plot)
-    options = {**loading, "enable_prefix_caching": prefix_caching}
-    with _loaded(report, model, options, input_len + output_len, max_num_seqs) as llm:
+    report = plan.report(
+        "throughput",
+        units,
+        input_len=input_len,
+        output_len=output_len,
+        num_prompts=num_prompts,
+        max_num_seqs=max_num_seqs,
+        shared_len=shared_len,
+        prefix_caching=prefix_caching,
+    )
+    with _loaded(report, plan, input_len + output_len, max_num_seqs, enable_prefix_caching=prefix_caching) as llm:
 
         def one_round(index: int) -> dict[str, float]:
-            seconds, _ = _timed(llm, num_prompts, input_len, output_len, f"{seed} {index}", shared_len)
+            seconds, _ = _timed(llm, num_prompts, input_len, output_len, f"{plan.seed} {index}", shared_len)
             return {
                 "requests": num_prompts / seconds,
                 "output tokens": num_prompts * output_len / seconds,
@@ -124,37 +135,24 @@ def throughput(
                 "time": seconds,
             }
 
-        _run(report, one_round, rounds, warmup, as_json, plot)
+        _run(report, plan, one_round)
 
 
 @bench.command()
 @_length("--input-len", 128, "Tokens of each prompt.")
 @_length("--output-len", 128, "New tokens of each answer.")
 @_length("--batch", 1, "Prompts that run together.")
-@_common_options
-def latency(
-    model: str,
-    input_len: int,
-    output_len: int,
-    batch: int,
-    rounds: int,
-    warmup: int,
-    seed: int,
-    plot: Path | None,
-    as_json: bool,
-    loading: dict[str, Any],
-) -> None:
+@_plan_options
+def latency(input_len: int, output_len: int, batch: int, plan: Plan) -> None:
     """One batch at a time: how long an answer takes, its first token, and each token after it."""
     units = {"time": "s", "time to first token": "ms", "time per token": "ms", "decode": "tokens/s"}
-    settings = {"input_len": input_len, "output_len": output_len, "batch": batch}
-    report = Report("latency", units, {"model": model, **settings})
     if output_len < 2:
         raise click.UsageError("--output-len must be at least 2: the time per token is taken after the first one")
-    check_plot(plot)
-    with _loaded(report, model, loading, input_len + output_len, batch) as llm:
+    report = plan.report("latency", units, input_len=input_len, output_len=output_len, batch=batch)
+    with _loaded(report, plan, input_len + output_len, batch) as llm:
 
         def one_round(index: int) -> dict[str, float]:
-            seconds, outputs = _timed(llm, batch, input_len, output_len, f"{seed} {index}")
+            seconds, outputs = _timed(llm, batch, input_len, output_len, f"{plan.seed} {index}")
             stats = [output.metrics for output in outputs if output.metrics is not None]
             first = statistics.median(each.first_token_latency for each in stats)
             between = statistics.median(each.inter_token_time or 0.0 for each in stats)
@@ -165,29 +163,19 @@ def latency(
                 "decode": batch / between if between else 0.0,
             }
 
-        _run(report, one_round, rounds, warmup, as_json, plot)
+        _run(report, plan, one_round)
 
 
 @bench.command()
 @_length("--input-len", 16, "Tokens of the prompt.")
-@_common_options
-def startup(
-    model: str,
-    input_len: int,
-    rounds: int,
-    warmup: int,
-    seed: int,
-    plot: Path | None,
-    as_json: bool,
-    loading: dict[str, Any],
-) -> None:
+@_plan_options
+def startup(input_len: int, plan: Plan) -> None:
     """A fresh process in each round, from its creation to the first token of an answer."""
     units = {"first token": "s", "python": "s", "import": "s", "load": "s", "answer": "s"}
-    report = Report("startup", units, {"model": model, **_named(loading), "input_len": input_len})
-    check_plot(plot)
+    report = plan.report("startup", units, input_len=input_len)
 
     def one_round(index: int) -> dict[str, float]:
-        task = {"model": model, "loading": loading, "input_len": input_len, "seed": f"{seed} {index}"}
+        task = {**asdict(plan.loading), "input_len": input_len, "seed": f"{plan.seed} {index}"}
         begin = time.time()
         done = subprocess.run(
             [sys.executable, "-c", _START, json.dumps(task)], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -196,6 +184,9 @@ def startup(
             click.echo(done.stderr, err=True, nl=False)
             click.get_current_context().exit(1)
         times = json.loads(done.stdout.splitlines()[-1])
+        if not report.settings.keys() & times["cache"].keys():
+            click.echo(times["says"], err=True)
+            report.settings |= times["cache"]
         return {
             "first token": times["answered"] - begin,
             "python": times["started"] - begin,
@@ -204,18 +195,22 @@ def startup(
             "answer": times["answered"] - times["loaded"],
         }
 
-    _run(report, one_round, rounds, warmup, as_json, plot)
+    _run(report, plan, one_round)
 
 
 _START: Final = """
 import json, random, sys, time
 times = {"started": time.time()}
 from torchplug import LLM, SamplingParams, TorchplugError
-import torch
+from torchplug.host.torch_import import import_torch
+try:
+    import_torch()
+except TorchplugError as error:
+    sys.exit(str(error))
 times["imported"] = time.time()
 task = json.loads(sys.argv[1])
 try:
-    options = dict(skip_tokenizer_init=True, max_num_seqs=1, max_model_len=task["input_len"] + 1, **task["loading"])
+    options = dict(skip_tokenizer_init=True, max_num_seqs=1, max_model_len=task["input_len"] + 1, **task["arguments"])
     llm = LLM(task["model"], use_tqdm_on_load=False, **options)
     times["loaded"] = time.time()
     draw = random.Random(task["seed"])
@@ -223,6 +218,7 @@ try:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
     times["answered"] = time.time()
+    times |= {"cache": llm.llm_engine.kv_cache.as_dict(), "says": str(llm.llm_engine.kv_cache)}
 except TorchplugError as error:
     sys.exit(str(error))
 print(json.dumps(times))
@@ -231,19 +227,13 @@ print(json.dumps(times))
 
 
 @contextmanager
-def _loaded(report: Report, model: str, loading: dict[str, Any], length: int, max_num_seqs: int) -> Iterator[LLM]:
-    """The model of a benchmark; what was chosen for it goes into the report's settings."""
-    from torchplug.engine.llm import LLM
-
-    with LLM(model, skip_tokenizer_init=True, max_model_len=length, max_num_seqs=max_num_seqs, **loading) as llm:
-        chosen = {"device": str(llm.model.device), "dtype": str(llm.model.dtype).removeprefix("torch.")}
-        report.settings |= {**_named(loading), **chosen}
+def _loaded(report: Report, plan: Plan, length: int, max_num_seqs: int, **more: Any) -> Iterator[LLM]:
+    """The model of a benchmark; what was found out about it goes into the report's settings."""
+    options = {"skip_tokenizer_init": True, "max_model_len": length, "max_num_seqs": max_num_seqs, **more}
+    with plan.loading.open_llm(**options) as llm:
+        found = {"device": str(llm.model.device), "dtype": str(llm.model.dtype).removeprefix("torch.")}
+        report.settings |= {**found, **llm.llm_engine.kv_cache.as_dict()}
         yield llm
-
-
-def _named(loading: dict[str, Any]) -> dict[str, Any]:
-    """What the user chose about loading."""
-    return {key: value for key, value in loading.items() if value}
 
 
 def _timed(
@@ -263,17 +253,11 @@ def _timed(
     return time.perf_counter() - begin, outputs
 
 
-def _run(
-    report: Report,
-    one_round: Callable[[int], dict[str, float]],
-    rounds: int,
-    warmup: int,
-    as_json: bool,
-    plot: Path | None,
-) -> None:
+def _run(report: Report, plan: Plan, one_round: Callable[[int], dict[str, float]]) -> None:
     """Warm up, measure, show. An interrupt ends the measuring, not the showing."""
     from torchplug.engine.progress import progress_bar
 
+    rounds, warmup = plan.rounds, plan.warmup
     report.settings |= {"rounds": rounds, "warmup": warmup}
     try:
         with progress_bar(f"{report.name} of {report.settings['model']}", enabled=True) as progress:
@@ -287,9 +271,9 @@ def _run(
         if not report.rounds:
             click.echo("interrupted before the first round was complete", err=True)
             raise
-    report.print(as_json=as_json)
-    if plot is not None:
-        report.plot(plot)
+    report.print(as_json=plan.as_json)
+    if plan.plot is not None:
+        report.plot(plan.plot)
     if report.interrupted:
         click.echo(f"interrupted after {len(report.rounds)} of {rounds} rounds", err=True)
         raise KeyboardInterrupt

@@ -35,16 +35,16 @@ def chat(context: click.Context, choices: Choices) -> None:
     Without a terminal, every line of standard input is a message, and the answers go to standard output.
     """
     params = choices.sampling_params()
-    with choices.open_llm() as llm:
+    with choices.loading.open_llm() as llm:
         if llm.get_tokenizer().chat_template is None:
             raise RequestError(
-                f"model {choices.model!r}",
+                f"model {choices.loading.model!r}",
                 Problem(
                     "chat template", "the model has none", "use `torchplug generate --raw` for a model without one"
                 ),
             )
         if sys.stdin.isatty():
-            click.secho(f"{choices.model} on {llm.model.device}. /help lists commands.", dim=True, err=True)
+            click.secho(f"{choices.loading.model} on {llm.model.device}. /help lists commands.", dim=True, err=True)
         conversation = _Conversation(llm, params, choices.system)
         for line in _lines():
             if line == "/quit":

@@ -15,6 +15,7 @@ from torchplug.cli.answer import AnswerWriter
 from torchplug.cli.model_options import Choices, model_options
 from torchplug.cli.options import json_option, print_json
 from torchplug.engine.sampling_params import RequestOutputKind
+from torchplug.errors import Problem, RequestError
 
 if TYPE_CHECKING:
     from torchplug.engine.llm import LLM
@@ -81,8 +82,10 @@ def generate(
     if raw and choices.system is not None:
         raise click.UsageError("--system is a message of a conversation; --raw has none")
     params = choices.sampling_params(logprobs=logprobs)
+    if prompts.count("-") > 1:
+        raise click.UsageError("standard input can be read once: give - once")
     texts = [_standard_input() if prompt == "-" else prompt for prompt in prompts]
-    with choices.open_llm() as llm:
+    with choices.loading.open_llm() as llm:
         requests = [_prompt(llm, text, choices.system, raw) for text in texts]
         if as_json:
             outputs = llm.generate(requests, params, use_tqdm=False)
@@ -96,12 +99,12 @@ def _answer_file(context: click.Context, choices: Choices, source: Path, target:
     from torchplug.engine.progress import progress_bar
 
     choices.sampling_params(logprobs=logprobs)  # refused now, not in every line
-    batch = BatchFile(source, target, defaults={**choices.sampling, "logprobs": logprobs}, model=choices.model)
+    batch = BatchFile(source, target, defaults={**choices.sampling, "logprobs": logprobs}, model=choices.loading.model)
     tally = batch.tally
     try:
         with batch.open():
             if tally.done < tally.total:
-                with choices.open_llm() as llm, progress_bar("answering", enabled=True) as progress:
+                with choices.loading.open_llm() as llm, progress_bar("answering", enabled=True) as progress:
                     most = 4 * llm.model.vllm_config.scheduler_config.max_num_seqs
                     progress(tally.done, tally.total)
                     for _ in batch.run(llm, most_in_flight=most):
@@ -118,18 +121,26 @@ def _answer_file(context: click.Context, choices: Choices, source: Path, target:
 
 
 def _standard_input() -> str:
-    return sys.stdin.read().removesuffix("\n")
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        says = f"is not {error.encoding} text: byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise RequestError("standard input", Problem("", says, "convert it first, e.g. with iconv")) from None
+    if not text.strip():
+        raise RequestError("standard input", Problem("", "is empty", "write the prompt to it"))
+    return text.removesuffix("\n")
 
 
 def _prompt(llm: LLM, text: str, system: str | None, raw: bool) -> Prompt:
+    from torchplug.engine.prompts import chat_prompt
+
     tokenizer = llm.get_tokenizer()
     if raw or (tokenizer.chat_template is None and system is None):
         return text
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    written = tokenizer.render_chat(messages, add_generation_prompt=True)
-    return {"prompt": written, "prompt_token_ids": tokenizer.encode(written, add_special_tokens=False)}
+    return chat_prompt(tokenizer, messages)
 
 
 def _stream(llm: LLM, texts: list[str], prompts: list[Prompt], params: SamplingParams) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from torchplug.cli.options import device_options, selection_options
+from torchplug.cli.options import compile_option, device_options, selection_options
 
 if TYPE_CHECKING:
     from torchplug.engine.llm import LLM
@@ -16,15 +17,19 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_MODEL = click.option(
+    "--model",
+    "-m",
+    default="demo",
+    show_default=True,
+    metavar="TARGET",
+    help="A checkpoint directory, a GGUF file, or demo.",
+)
+_BLOCK_SIZE = click.option("--block-size", type=int, metavar="N", help="Tokens of a block of the KV cache; default 16.")
+_KV_CACHE_GIB = click.option(
+    "--kv-cache-gib", type=float, metavar="GIB", help="Size of the KV cache; default: a share of the free memory."
+)
 _OPTIONS = (
-    click.option(
-        "--model",
-        "-m",
-        default="demo",
-        show_default=True,
-        metavar="TARGET",
-        help="A checkpoint directory, a GGUF file, or demo.",
-    ),
     click.option("--max-model-len", type=int, metavar="N", help="Longest prompt and answer together, in tokens."),
     click.option(
         "--temperature", "-t", type=float, default=0.0, show_default=True, help="0 takes the most probable token."
@@ -46,11 +51,60 @@ _OPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """What the user chose: arguments of `LLM` and of `SamplingParams`, checked when they are used."""
+class Loading:
+    """What the user chose about loading: the model, and arguments of `LLM`, checked when they are used."""
 
     model: str
-    llm: dict[str, Any]
+    arguments: dict[str, Any]
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The arguments that say something other than the default, for a report."""
+        return {name: value for name, value in self.arguments.items() if value}
+
+    def open_llm(self, **more: Any) -> LLM:
+        """Load the model; progress, where that is a terminal, and the size of the KV cache on standard error."""
+        from torchplug.engine.llm import LLM
+
+        return LLM(self.model, **self.arguments, **more)
+
+
+def loading_options(function: Function) -> Function:
+    """Adds the options of every command that loads a model; the command receives one argument, `loading`."""
+
+    @wraps(function)
+    def command(
+        *,
+        model: str,
+        device: str,
+        dtype: str,
+        compile: bool,
+        block_size: int | None,
+        kv_cache_gib: float | None,
+        plugins: str | None,
+        owners: dict[str, str],
+        **others: Any,
+    ) -> Any:
+        arguments = {
+            "device": device,
+            "dtype": dtype,
+            "compile": compile,
+            "block_size": block_size,
+            "kv_cache_gib": kv_cache_gib,
+            "plugins": plugins,
+            "owners": owners,
+        }
+        return function(loading=Loading(model, arguments), **others)
+
+    result = device_options(compile_option(_BLOCK_SIZE(_KV_CACHE_GIB(selection_options(command)))))
+    return _MODEL(result)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the user chose: the model and arguments of `SamplingParams`, checked when they are used."""
+
+    loading: Loading
     sampling: dict[str, Any]
     system: str | None
 
@@ -60,28 +114,16 @@ class Choices:
 
         return SamplingParams(**self.sampling, **more)
 
-    def open_llm(self, **more: Any) -> LLM:
-        """Load the model; progress on standard error where that is a terminal."""
-        from torchplug.engine.llm import LLM
-
-        return LLM(self.model, **self.llm, **more)
-
 
 def model_options(*, max_tokens: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Adds all these options; the command receives one argument, `choices`. `max_tokens` is that option's default."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        from functools import wraps
-
         @wraps(function)
         def command(
             *,
-            model: str,
+            loading: Loading,
             max_model_len: int | None,
-            device: str,
-            dtype: str,
-            plugins: str | None,
-            owners: dict[str, str],
             system: str | None,
             temperature: float,
             top_p: float,
@@ -94,14 +136,7 @@ def model_options(*, max_tokens: int) -> Callable[[Callable[..., Any]], Callable
             **others: Any,
         ) -> Any:
             choices = Choices(
-                model=model,
-                llm={
-                    "max_model_len": max_model_len,
-                    "device": device,
-                    "dtype": dtype,
-                    "plugins": plugins,
-                    "owners": owners,
-                },
+                loading=replace(loading, arguments={**loading.arguments, "max_model_len": max_model_len}),
                 sampling={
                     "temperature": temperature,
                     "top_p": top_p,
@@ -119,9 +154,9 @@ def model_options(*, max_tokens: int) -> Callable[[Callable[..., Any]], Callable
         limit = click.option(
             "--max-tokens", "-n", type=int, default=max_tokens, show_default=True, help="Most new tokens of an answer."
         )
-        result = device_options(selection_options(command))
-        for option in reversed((_OPTIONS[0], limit, *_OPTIONS[1:])):
+        result: Any = command
+        for option in reversed((limit, *_OPTIONS)):
             result = option(result)
-        return result
+        return loading_options(result)  # type: ignore[no-any-return]
 
     return decorate

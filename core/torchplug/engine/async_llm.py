@@ -11,17 +11,20 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from torchplug.engine.outputs import RequestOutput
+from torchplug.engine.prompts import CHAT_NOT_SERVED, CHAT_OPTIONS, chat_prompt, refuse_others
 from torchplug.engine.sampling_params import RequestOutputKind, SamplingParams
-from torchplug.errors import Problem, RequestError
+from torchplug.errors import Problem, RequestError, TorchplugError
 
 if TYPE_CHECKING:
     import os
 
+    from torchplug.engine.chat_template import Message
     from torchplug.engine.llm_engine import LLMEngine
     from torchplug.engine.metrics import EngineMetrics
     from torchplug.engine.parallel_sampling import ParallelRequest
@@ -102,6 +105,31 @@ class AsyncLLM:
         finally:
             if not stream.ended:
                 self._thread.abort(stream)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **template: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation, written out by the model's chat template: `async for output in llm.chat(...)`.
+
+        Args:
+            messages: The conversation, a list of {"role": ..., "content": ...}.
+            sampling_params: As in `generate`.
+            request_id: As in `generate`.
+            template: add_generation_prompt, chat_template, tools and chat_template_kwargs, as in `LLM.chat`.
+
+        Raises:
+            RequestError: As `generate`; what the template refuses; an argument that is not served.
+        """
+        refuse_others("AsyncLLM.chat", {k: v for k, v in template.items() if k not in CHAT_OPTIONS}, CHAT_NOT_SERVED)
+        # Rendering and tokenizing take a while for a long conversation, so they do not happen on the event loop.
+        prompt = await asyncio.to_thread(chat_prompt, self.get_tokenizer(), messages, **template)
+        async with aclosing(self.generate(prompt, sampling_params, request_id)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Drop requests; their iterators raise RequestError. An id that is not (or no longer) here is ignored."""
@@ -288,8 +316,11 @@ class _EngineThread:
         if not lost:  # the failure is no request's own, and the next step would only repeat it
             lost = list(self._streams)
             self._engine.abort_request(lost)
-        says = f"a step that it took part in failed: {type(error).__name__}: {error}"
-        self._end(lost, says, "ask again; the cause has the traceback", error)
+        says = f"{type(error).__name__}: {error}"
+        if isinstance(error, TorchplugError):
+            says = str(error).removeprefix("torchplug: ")
+        fix = "ask again, or with less; the cause has the traceback"
+        self._end(lost, f"a step that it took part in failed: {says}", fix, error)
 
     def _end(self, names: Iterable[str], says: str, fix: str, cause: Exception | None = None) -> None:
         ends = []

@@ -21,12 +21,16 @@ _MEMINFO: Final = Path("/proc/meminfo")
 
 def default_cache_bytes(device: torch.device) -> int:
     """Bytes for the KV cache on `device`: HOST_SHARE of available main memory, or DEVICE_SHARE of the device's free
-    memory. Devices that cannot tell are given what main memory would be."""
+    memory."""
+    share = DEVICE_SHARE if device.type == "cuda" else HOST_SHARE
+    return int(available_bytes(device) * share)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that are free on `device` now. Devices that cannot tell are taken to share main memory."""
     import torch
 
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * DEVICE_SHARE)
-    return int(available_host_bytes() * HOST_SHARE)
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_host_bytes()
 
 
 def available_host_bytes() -> int:

@@ -1,6 +1,7 @@
 """Chat templates: a conversation to the text that a model was trained on, by the checkpoint's own Jinja template.
 
-A template comes with a checkpoint, so it is untrusted: it runs in jinja2's immutable sandbox. The environment (trimmed
+A template comes with a checkpoint, so it is untrusted: it runs in jinja2's immutable sandbox, and how much work it may
+do is bounded by the size of the conversation (`template_budget`). The environment (trimmed
 blocks, loop controls, `raise_exception`, `strftime_now`, `tojson` that keeps Unicode, `{% generation %}` blocks) is
 what templates are written for.
 """
@@ -32,7 +33,8 @@ def render_chat_template(template: str, messages: Sequence[Message], /, **variab
         **variables: add_generation_prompt, tools, bos_token, ... as the template reads them.
 
     Raises:
-        RequestError: The messages are malformed, or the template does not compile, refuses them or fails.
+        RequestError: The messages are malformed, or the template does not compile, refuses them, fails, or does not
+            come to an end within its budget.
     """
     conversation = _checked(messages)
     if not isinstance(template, str):
@@ -40,6 +42,9 @@ def render_chat_template(template: str, messages: Sequence[Message], /, **variab
         raise RequestError("chat template", Problem("", says, "pass a text"))
     from jinja2 import TemplateSyntaxError
 
+    from torchplug.engine.template_budget import BudgetSpent, budget
+
+    given = {"tools": None, "documents": None, **variables, "messages": conversation}
     try:
         compiled = _compile(template)
     except TemplateSyntaxError as error:
@@ -47,8 +52,23 @@ def render_chat_template(template: str, messages: Sequence[Message], /, **variab
             "chat template",
             Problem(f"line {error.lineno}", f"is not valid Jinja: {error.message}", "correct the template"),
         ) from error
+    except Exception as error:  # nested too deeply for a parser, Jinja's or Python's
+        raise RequestError(
+            "chat template",
+            Problem("", f"cannot be compiled: {type(error).__name__}: {error}", "pass another chat_template"),
+        ) from error
     try:
-        return compiled.render(messages=conversation, **{"tools": None, "documents": None} | variables)
+        with budget(given):
+            return compiled.render(given)
+    except BudgetSpent as error:
+        raise RequestError(
+            "chat template",
+            Problem(
+                "",
+                "the template loops or grows without end: it wants far more than a conversation of this size needs",
+                "pass another chat_template; a checkpoint with this one is not to be trusted",
+            ),
+        ) from error
     except _Refused as error:
         raise RequestError(
             "chat template",
@@ -128,7 +148,8 @@ def _compile(template: str) -> Template:
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from torchplug.engine.template_budget import MeteredEnvironment
 
     class GenerationBlock(Extension):
         """`{% generation %}...{% endgeneration %}` marks the assistant's words, for training; its body is the text."""
@@ -140,13 +161,13 @@ def _compile(template: str) -> Template:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body).set_lineno(line)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = MeteredEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
     )
-    environment.filters["tojson"] = _to_json
+    environment.replace_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment.from_string(template)
+    return environment.metered(template)
 
 
 def _raise_exception(message: str) -> NoReturn:

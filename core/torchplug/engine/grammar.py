@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchplug.engine.structured_outputs import StructuredOutputsParams
+from torchplug.engine.structured_outputs import StructuredOutputsParams, tag_of
 from torchplug.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -136,9 +136,28 @@ def _grammar(llguidance: Any, params: StructuredOutputsParams) -> str:
         if form == "choice":
             assert params.choice is not None
             return str(llguidance.grammar_from("choice", json.dumps(params.choice)))
+        if form == "structural_tag":
+            return _tagged(llguidance, params)
         return str(llguidance.grammar_from(form, getattr(params, form)))
     except ValueError as error:
         raise _refusal(f"{form}: {error}", f"correct {form}") from None
+
+
+def _tagged(llguidance: Any, params: StructuredOutputsParams) -> str:
+    """Free text with tagged parts. A trigger is text here also where it looks like a special token's name."""
+    assert params.structural_tag is not None
+    tag = tag_of(params.structural_tag)
+    closed = _closed if params.disable_additional_properties else (lambda schema: schema)
+    tags = [
+        llguidance.StructTag(
+            trigger=next(trigger for trigger in tag["triggers"] if each["begin"].startswith(trigger)),
+            begin=each["begin"],
+            grammar=closed(each["schema"]),
+            end=each["end"],
+        )
+        for each in tag["structures"]
+    ]
+    return str(llguidance.StructTag.to_grammar(tags, assume_special=False))
 
 
 def _closed(schema: Any) -> Any:

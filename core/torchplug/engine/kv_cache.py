@@ -7,6 +7,8 @@ model of one kind of layer has one group. Memory is divided so that every group 
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 from torchplug.engine.cache_memory import default_cache_bytes
 from torchplug.errors import DeviceError, Problem
 from torchplug.layers.attention import Attention, allocate_kv_cache
+from torchplug.layers.attention_backend import BackendChoice, choose_backend
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +34,7 @@ class CacheGroup:
         layers: The layers.
         block_bytes: What a block costs in all of them.
         blocks_per_request: Blocks of the longest request that is possible.
-        num_blocks: Blocks there are.
+        num_blocks: Blocks that requests get; ids 0 to num_blocks - 1.
     """
 
     window: int | None
@@ -40,6 +43,11 @@ class CacheGroup:
     blocks_per_request: int
     num_blocks: int
 
+    @property
+    def padding_block(self) -> int:
+        """Where padding rows keep their tokens, in a cache with `padding_block`: behind the others."""
+        return self.num_blocks
+
 
 class PagedCache:
     """Caches of the `Attention` layers of a module.
@@ -47,18 +55,22 @@ class PagedCache:
     On CPU the memory is taken from the system as blocks are written, not at once.
 
     Args:
-        module: The model; each layer's `kv_cache` and `cache_group` are set here and nowhere else.
+        module: The model; each layer's `kv_cache`, `backend` and `cache_group` are set here and nowhere else.
         dtype: Of keys and values, where a layer's spec names none.
         device: Where they live.
-        block_size: Tokens of a block.
+        block_size: Tokens of a block, or fewer than the layers' backends need.
         max_num_seqs: Most requests at once; there are never more blocks than these need.
         max_num_batched_tokens: Most tokens in one step, which a sliding layer keeps beside its window.
         max_model_len: Most tokens of a request.
         memory_bytes: Most bytes; None: `default_cache_bytes`.
+        padding: Whether a step may have padding rows, where all layers' backends can be replayed.
 
     Attributes:
         groups: Empty where the module has no attention layer of ours.
-        block_size: As given.
+        block_size: As given, or the next larger one that every backend takes.
+        backends: What attends in each layer, and why.
+        padding_block: Whether each group has one block more, behind its others, which no request ever gets: padding
+            rows keep their tokens there.
         num_bytes: Of all blocks.
         max_tokens: Longest request that fits; max_model_len unless memory is short.
         concurrency: Requests of `max_tokens` that fit at once, at most max_num_seqs.
@@ -78,11 +90,17 @@ class PagedCache:
         max_num_batched_tokens: int,
         max_model_len: int,
         memory_bytes: int | None = None,
+        padding: bool = False,
     ) -> None:
-        self.block_size = block_size
         self.max_tokens = max_model_len
         self.concurrency = float(max_num_seqs)
         self._layers = [layer for layer in module.modules() if isinstance(layer, Attention)]
+        self.backends = tuple(_choose(layer, dtype, device) for layer in self._layers)
+        multiple = math.lcm(*[choice.backend.block_multiple for choice in self.backends])
+        self.block_size = block_size = -(-block_size // multiple) * multiple
+        self.padding_block = (
+            padding and bool(self._layers) and all(choice.backend.replayable for choice in self.backends)
+        )
         by_window: dict[int | None, list[Attention]] = {}
         for layer in self._layers:
             window = layer.kv_cache_spec().sliding_window
@@ -105,6 +123,8 @@ class PagedCache:
         shares = dict.fromkeys(by_window, 0)
         if by_window:
             memory = default_cache_bytes(device) if memory_bytes is None else memory_bytes
+            if self.padding_block:
+                memory = max(0, memory - sum(costs.values()))
             if memory < cost(max_model_len):
                 self.max_tokens = _largest(lambda n: cost(n * block_size) <= memory, -(-max_model_len // block_size))
                 self.max_tokens = min(self.max_tokens * block_size, max_model_len)
@@ -120,7 +140,8 @@ class PagedCache:
             CacheGroup(window, tuple(layers), costs[window], blocks(window, self.max_tokens), shares[window])
             for window, layers in by_window.items()
         )
-        self.num_bytes = sum(group.num_blocks * group.block_bytes for group in self.groups)
+        extra = int(self.padding_block)
+        self.num_bytes = sum((group.num_blocks + extra) * group.block_bytes for group in self.groups)
         self._allocate(dtype, device)
         if self.groups:
             _log.info("%s", self)
@@ -137,6 +158,26 @@ class PagedCache:
             f"room for {self.concurrency:.1f} requests of {self.max_tokens} tokens at once"
         )
 
+    def describe_backends(self) -> str:
+        """What attends, and why it is not something better: "varlen_attn", or for example "varlen_attn in 30 layers,
+        scaled_dot_product_attention in 2 (reason)"."""
+        counts = Counter((choice.backend.name, choice.why) for choice in self.backends)
+        parts = [
+            name + (f" in {count} layers" if len(counts) > 1 else "") + (f" ({why})" if why else "")
+            for (name, why), count in counts.items()
+        ]
+        return ", ".join(parts) or "the model's own"
+
+    def as_dict(self) -> dict[str, int | float]:
+        """What `str` says, as data."""
+        return {
+            "kv_cache_bytes": self.num_bytes,
+            "num_blocks": sum(group.num_blocks for group in self.groups),
+            "block_size": self.block_size,
+            "max_tokens": self.max_tokens,
+            "concurrency": self.concurrency,
+        }
+
     def clear(self) -> None:
         """Give all memory back."""
         for layer in self._layers:
@@ -144,11 +185,14 @@ class PagedCache:
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         try:
+            for layer, choice in zip(self._layers, self.backends, strict=True):
+                layer.backend = choice.backend
             for index, group in enumerate(self.groups):
+                num_blocks = group.num_blocks + int(self.padding_block)
                 for layer in group.layers:
                     layer.cache_group = index
                     layer.kv_cache = allocate_kv_cache(
-                        layer.kv_cache_spec(), group.num_blocks, self.block_size, dtype, device
+                        layer.kv_cache_spec(), num_blocks, self.block_size, dtype, device, layer.backend
                     )
         except (RuntimeError, MemoryError) as error:
             self.clear()
@@ -156,6 +200,11 @@ class PagedCache:
         except BaseException:
             self.clear()
             raise
+
+
+def _choose(layer: Attention, dtype: torch.dtype, device: torch.device) -> BackendChoice:
+    spec = layer.kv_cache_spec()
+    return choose_backend(spec.head_size, spec.dtype or dtype, dtype, device)
 
 
 def _token_bytes(layer: Attention, dtype: torch.dtype) -> int:

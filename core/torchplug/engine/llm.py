@@ -13,9 +13,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from torchplug.config import size_problems
 from torchplug.engine.outputs import RequestOutput
 from torchplug.engine.progress import progress_bar
-from torchplug.engine.prompts import Prompt, split_prompts
+from torchplug.engine.prompts import CHAT_NOT_SERVED, Prompt, chat_prompt, refuse_others, split_prompts
 from torchplug.engine.sampling_params import RequestOutputKind, SamplingParams
 from torchplug.errors import Problem, RequestError
 
@@ -54,6 +55,19 @@ _NOT_SERVED: Final[dict[str, Any]] = {
     "limit_mm_per_prompt": None,
     "pooler_config": None,
     "structured_outputs_config": None,
+    "allowed_media_domains": None,
+    "attention_config": None,
+    "profiler_config": None,
+    "quantization_config": None,
+    "spec_method": None,
+    "spec_model": None,
+    "spec_tokens": None,
+    "offload_group_size": 0,
+    "offload_num_in_group": 1,
+    "offload_prefetch_step": 1,
+    "offload_params": None,
+    "enable_return_routed_experts": False,
+    "return_sampling_mask": False,
     "compilation_config": None,
     "speculative_config": None,
     "enable_lora": False,
@@ -64,14 +78,22 @@ _NOT_SERVED: Final[dict[str, Any]] = {
     "load_format": "auto",
     "max_logprobs": None,
     "logits_processors": None,
-    "block_size": None,
+    "num_gpu_blocks_override": None,
     "disable_log_stats": True,
     "generation_config": "vllm",
     "distributed_executor_backend": None,
 }
 """vLLM's other arguments, with the value that means what this version does anyway: any other value is an error."""
 
+_INSTEAD: Final = {
+    "gpu_memory_utilization": "leave it out, or give kv_cache_gib",
+    "num_gpu_blocks_override": "leave it out, or give kv_cache_gib",
+    "tokenizer": "leave it out: the checkpoint's own is used",
+    "chat_template": "leave it out, or give it to LLM.chat",
+}
+
 _MAX_NUM_BATCHED_TOKENS: Final = 2048
+_BLOCK_SIZE: Final = 16
 
 
 class LLM:
@@ -84,14 +106,19 @@ class LLM:
         device: "auto", "cpu", "cuda", "cuda:1", ...; a device that is missing is an error.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         skip_tokenizer_init: Token ids in, token ids out.
-        enforce_eager: Accepted for scripts written for vLLM: this version always runs eagerly.
+        enforce_eager: Call the model itself in every step. False: on CUDA, decode steps are replayed from CUDA graphs
+            where the model allows it. Nothing to decide on other devices.
+        compile: Run the model through `torch.compile`: minutes at the start, for steps that may be faster.
         max_model_len: Longest prompt and output together, in tokens; None: what the checkpoint says.
         max_num_seqs: Most requests that run at once.
         max_num_batched_tokens: Most tokens in one step; longer prompts are read in chunks.
+        block_size: Tokens of a block of the KV cache; None: 16.
         enable_prefix_caching: Keep what prompts have in common in the cache; None: True.
         kv_cache_memory_bytes: Most bytes of the KV cache; None: a share of what is free after loading.
+        kv_cache_gib: The same in GiB (2**30 bytes); give one of the two.
         seed: For the draws of requests without a seed of their own.
-        use_tqdm_on_load: Show progress while weights load, where standard error is a terminal.
+        use_tqdm_on_load: Show progress while weights load, where standard error is a terminal, and print the size of
+            the KV cache and how many requests it has room for to standard error.
         plugins: Which distributions' plugins take part, e.g. "*,-foo"; None reads TORCHPLUG_PLUGINS.
         owners: Architecture to distribution, where more than one offers it.
 
@@ -108,11 +135,14 @@ class LLM:
         dtype: str | torch.dtype = "auto",
         skip_tokenizer_init: bool = False,
         enforce_eager: bool = False,
+        compile: bool = False,
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int | None = None,
+        block_size: int | None = None,
         enable_prefix_caching: bool | None = None,
         kv_cache_memory_bytes: int | None = None,
+        kv_cache_gib: float | None = None,
         seed: int | None = 0,
         use_tqdm_on_load: bool = True,
         plugins: str | None = None,
@@ -124,17 +154,24 @@ class LLM:
         if enable_prefix_caching not in (None, True, False):
             says = f"expected True, False or None, got {enable_prefix_caching!r}"
             problems.append(Problem("enable_prefix_caching", says, "correct enable_prefix_caching"))
-        for name, value in (
-            ("max_model_len", max_model_len),
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("kv_cache_memory_bytes", kv_cache_memory_bytes),
-        ):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                problems.append(Problem(name, f"expected an integer of at least 1, got {value!r}", f"correct {name}"))
+        problems += size_problems(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+        )
+        if kv_cache_gib is not None:
+            problems += _gib_problems(kv_cache_gib, kv_cache_memory_bytes)
+        if compile and enforce_eager:
+            says = "compile=True runs what torch.compile makes of the model, enforce_eager=True the model itself"
+            problems.append(Problem("enforce_eager", says, "leave one of them out"))
         if problems:
             raise RequestError("LLM(...)", problems)
 
+        from torchplug.host.torch_import import import_torch
+
+        import_torch()
         from torchplug.engine.llm_engine import LLMEngine
         from torchplug.engine.tokenizer import Tokenizer
         from torchplug.host import Host
@@ -151,14 +188,20 @@ class LLM:
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS,
+                block_size=block_size or _BLOCK_SIZE,
                 enable_prefix_caching=enable_prefix_caching is not False,
-                kv_cache_memory_bytes=kv_cache_memory_bytes,
+                kv_cache_memory_bytes=kv_cache_memory_bytes if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+                enforce_eager=enforce_eager,
+                compile=compile,
                 progress=progress,
             )
         self.model = loaded
-        self._engine: LLMEngine | None = LLMEngine(loaded, tokenizer, seed=seed)
-        if use_tqdm_on_load and sys.stderr.isatty():
-            print(self._engine.kv_cache, file=sys.stderr)
+        slow = compile or loaded.device.type == "cuda"
+        doing = "compiling" if compile else "recording decode steps of"
+        with progress_bar(f"{doing} {checkpoint.name}", enabled=use_tqdm_on_load and slow) as progress:
+            self._engine: LLMEngine | None = LLMEngine(loaded, tokenizer, seed=seed, progress=progress)
+        if use_tqdm_on_load:
+            print(self._engine.kv_cache, self._engine.execution, sep="\n", file=sys.stderr)
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._lock = threading.Lock()
@@ -206,7 +249,7 @@ class LLM:
             RequestError: Naming the prompts that are not acceptable, before anything runs; or an argument that is not
                 served.
         """
-        _refuse_others("LLM.generate", others, ("lora_request", "priority", "tokenization_kwargs", "prompt_type"))
+        refuse_others("LLM.generate", others, ("lora_request", "priority", "tokenization_kwargs", "prompt_type"))
         return self._run(split_prompts(prompts), sampling_params, bool(use_tqdm))
 
     def chat(
@@ -235,25 +278,25 @@ class LLM:
         Raises:
             RequestError: As `generate`; and what the template refuses.
         """
-        _refuse_others(
-            "LLM.chat",
-            others,
-            ("lora_request", "chat_template_content_format", "continue_final_message", "mm_processor_kwargs"),
-        )
+        refuse_others("LLM.chat", others, CHAT_NOT_SERVED)
         tokenizer = self.get_tokenizer()
-        one = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+            says = f"expected a conversation or a list of conversations, got {type(messages).__name__}"
+            raise RequestError("LLM.chat", Problem("messages", says, 'pass [{"role": "user", "content": "..."}]'))
+        one = bool(messages) and isinstance(messages[0], Mapping)
         prompts: list[Prompt] = []
         problems: list[Problem] = []
         for index, conversation in enumerate([messages] if one else messages):
             try:
-                text = tokenizer.render_chat(
+                prompt = chat_prompt(
+                    tokenizer,
                     conversation,  # type: ignore[arg-type]
                     add_generation_prompt=add_generation_prompt,
                     chat_template=chat_template,
                     tools=tools,
-                    **(chat_template_kwargs or {}),
+                    chat_template_kwargs=chat_template_kwargs,
                 )
-                prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+                prompts.append(prompt)
             except RequestError as error:
                 problems += error.problems if one else _at("conversation", index, error)
         if problems:
@@ -388,6 +431,15 @@ def _at(what: str, index: int, error: RequestError) -> list[Problem]:
     ]
 
 
+def _gib_problems(gib: Any, memory_bytes: Any) -> list[Problem]:
+    if memory_bytes is not None:
+        return [Problem("kv_cache_gib", "kv_cache_memory_bytes says the same in bytes", "give one of the two")]
+    if not isinstance(gib, (int, float)) or isinstance(gib, bool) or not 0 < gib < 2**33:
+        says = f"expected a number of GiB above 0, got {gib!r:.80}"
+        return [Problem("kv_cache_gib", says, "correct kv_cache_gib, e.g. 0.5")]
+    return []
+
+
 def _argument_problems(others: Mapping[str, Any], names: Sequence[str]) -> list[Problem]:
     problems = []
     for name, value in others.items():
@@ -396,16 +448,6 @@ def _argument_problems(others: Mapping[str, Any], names: Sequence[str]) -> list[
             fix = f"did you mean {close[0]!r}?" if close else f"the names are model, {', '.join(names)}"
             problems.append(Problem(name, "no such argument", fix))
         elif value is not None and value != _NOT_SERVED[name]:
-            problems.append(Problem(name, f"not served by this version, got {value!r}", "leave it out"))
+            fix = _INSTEAD.get(name, "leave it out")
+            problems.append(Problem(name, f"not served by this version, got {value!r:.80}", fix))
     return problems
-
-
-def _refuse_others(where: str, others: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Arguments of vLLM's method that are not served may be None; names that nobody knows are an error."""
-    problems = [
-        Problem(name, "not served by this version" if name in known else "no such argument", "leave it out")
-        for name, value in others.items()
-        if name not in known or value is not None
-    ]
-    if problems:
-        raise RequestError(where, problems)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
+from torchplug.config import CompilationMode
 from torchplug.engine.block_manager import BlockManager, PrefixCacheStats
+from torchplug.engine.compiled import CompiledForward
+from torchplug.engine.decode_graphs import DecodeGraphs, graph_device, why_not_recorded
 from torchplug.engine.grammar import Grammars
 from torchplug.engine.kv_cache import PagedCache
 from torchplug.engine.metrics import EngineMetrics, MetricsRecorder
@@ -20,11 +24,16 @@ from torchplug.engine.runner import Runner
 from torchplug.engine.sampler import Sampler, SamplingState, token_logprobs
 from torchplug.engine.sampling_params import SamplingParams
 from torchplug.engine.scheduler import Scheduled, Scheduler
-from torchplug.errors import PluginError, Problem, RequestError
+from torchplug.engine.step_memory import check_step_memory
+from torchplug.errors import PluginError, Problem, RequestError, TorchplugError
+from torchplug.host.blame import RUNNING, lacks_memory, no_memory
 
 if TYPE_CHECKING:
     from torchplug.engine.tokenizer import Tokenizer
     from torchplug.host.model import LoadedModel
+
+
+_log = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -34,9 +43,22 @@ class LLMEngine:
         model: The model; its `vllm_config` holds the limits (max_model_len, max_num_seqs, max_num_batched_tokens).
         tokenizer: For text prompts and text outputs; None: token ids only.
         seed: For the draws of requests without a seed of their own.
+        progress: Called as progress(done, all) while the model is compiled, and again while its steps are recorded.
+
+    Raises:
+        PluginError: The model generates nothing, or cannot be compiled.
+        DeviceError: The cache, or steps of the sizes that its `vllm_config` allows, need more memory than there is; or
+            a model that is to be compiled finds no compiler.
     """
 
-    def __init__(self, model: LoadedModel, tokenizer: Tokenizer | None = None, *, seed: int | None = 0) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokenizer: Tokenizer | None = None,
+        *,
+        seed: int | None = 0,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
         if not hasattr(model.module, "compute_logits"):
             says = "is not there: a pooling model scores its input and generates nothing"
             raise PluginError(f"model {type(model.module).__name__!r}", Problem("compute_logits", says))
@@ -47,6 +69,8 @@ class LLMEngine:
         self.max_model_len = config.model_config.max_model_len
         self.vocab_size: int | None = config.model_config.hf_text_config.get("vocab_size")
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        check_step_memory(config, self.vocab_size)
+        graphs, self._why_no_graphs = self._decode_graphs(model)
         self.kv_cache = PagedCache(
             model.module,
             dtype=model.dtype,
@@ -56,7 +80,14 @@ class LLMEngine:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             memory_bytes=config.cache_config.kv_cache_memory_bytes,
+            padding=graphs is not None,
         )
+        if graphs is not None and not self.kv_cache.padding_block:
+            why = "attention plans its steps on the host" if self.kv_cache.groups else "no layer has a cache of ours"
+            graphs, self._why_no_graphs = None, why
+        self._graphs = graphs
+        compiling = config.compilation_config.mode is CompilationMode.STOCK_TORCH_COMPILE
+        self._compiled = CompiledForward(model.module) if compiling else None
         self._runner = Runner(
             model.module,
             self.kv_cache,
@@ -64,6 +95,9 @@ class LLMEngine:
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             embedding=lambda: model.hooks.embed_input_ids if self._wrappers else None,
+            forward=self._compiled,
+            graphs=graphs,
+            subject=model.subject,
         )
         self._blocks = BlockManager(
             [(group.window, group.num_blocks) for group in self.kv_cache.groups],
@@ -85,6 +119,43 @@ class LLMEngine:
         self._parallel: dict[str, ParallelRequest] = {}
         self._parents: dict[str, tuple[ParallelRequest, int]] = {}  # by child
         self._recorder = MetricsRecorder()
+        try:
+            with torch.inference_mode():
+                if self._compiled is not None:
+                    self._compiled.compile(self._runner.step_inputs, progress)
+                self._runner.record(progress)
+        except BaseException:
+            self._runner.close()
+            raise
+        _log.info("%s", self.execution)
+
+    @staticmethod
+    def _decode_graphs(model: LoadedModel) -> tuple[DecodeGraphs | None, str]:
+        """Graphs to be recorded, or why there are none; no reason where the device has no such thing."""
+        config = model.vllm_config
+        if config.model_config.enforce_eager:
+            return None, "enforce_eager"
+        device = graph_device(model.device)
+        if device is None:
+            return None, ""
+        why = why_not_recorded(model.module)
+        limits = config.scheduler_config
+        most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        return (None, why) if why else (DecodeGraphs(device, most), "")
+
+    @property
+    def execution(self) -> str:
+        """How a step is executed, for a person: what attends, whether the model is compiled, whether decode steps are
+        replayed, and why not."""
+        forward = "eager" if self._compiled is None else "torch.compile"
+        parts = [f"attention by {self.kv_cache.describe_backends()}", forward]
+        graphs, why = self._graphs, self._why_no_graphs
+        if graphs is not None and not graphs.reason:
+            sizes = ", ".join(map(str, graphs.sizes))
+            parts.append(f"CUDA graphs for decode steps of {sizes} requests, {graphs.num_bytes / 2**30:.2f} GiB")
+        elif graphs is not None or why:
+            parts.append(f"no CUDA graphs ({why or (graphs.reason if graphs else '')})")
+        return "; ".join(parts)
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Queue a request.
@@ -129,6 +200,7 @@ class LLMEngine:
             tokenized.token_ids,
             sorted({*self.eos_token_ids, *params.stop_token_ids}),
             None if structure is None else self._grammars.matcher(structure),
+            _spellings(params.bad_words, self.tokenizer),
         )
         request = Request(
             request_id,
@@ -242,8 +314,12 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns what it changed, for each request as its `output_kind` wants it.
 
-        An exception from the model propagates. The running requests are dropped then, since what they have cached can
-        no longer be trusted; waiting ones stay.
+        After an error the running requests are gone, since what they have cached can no longer be trusted; waiting ones
+        stay, their blocks are free, and the next step goes on with them.
+
+        Raises:
+            PluginError: A method of the model failed, or (a ContractError) gave what cannot be used.
+            DeviceError: There was not enough memory.
         """
         batch: list[Scheduled] = []
         self._follow_wrappers()
@@ -282,6 +358,8 @@ class LLMEngine:
             self._scheduler.reset_cache()  # a prefix may have been registered that was never computed
             if isinstance(error, Exception):
                 error.add_note(f"torchplug: in a step of {len(batch)} requests; dropped: {', '.join(lost)}")
+                if lacks_memory(error) and not isinstance(error, TorchplugError):
+                    raise no_memory(self.model.subject, error, RUNNING) from error
             raise
 
     def close(self) -> None:
@@ -336,30 +414,30 @@ class LLMEngine:
             )
         bad = [i for i in token_ids if i < 0 or (self.vocab_size is not None and i >= self.vocab_size)]
         if bad:
-            shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+            shown = ", ".join(map(_written, bad[:5])) + (", ..." if len(bad) > 5 else "")
             limit = "0 or above" if self.vocab_size is None else f"from 0 to {self.vocab_size - 1}"
             problems.append(Problem("prompt", f"token ids {shown} are outside the vocabulary", f"use ids {limit}"))
         return problems
 
     def _params_problems(self, params: SamplingParams) -> list[Problem]:
         problems = []
-        if params.stop and self.tokenizer is None:
-            problems.append(
-                Problem(
-                    "stop",
-                    "stop texts need a tokenizer, and there is none",
-                    "use stop_token_ids, or load with a tokenizer",
-                )
-            )
-        if self.vocab_size is not None and (bad := [i for i in params.stop_token_ids if i >= self.vocab_size]):
-            problems.append(
-                Problem("stop_token_ids", f"{bad} are outside the vocabulary", f"use ids below {self.vocab_size}")
-            )
-        if self.vocab_size is not None and params.logit_bias:
-            outside = [i for i in params.logit_bias if i >= self.vocab_size]
+        for name, texts, instead in (
+            ("stop", params.stop, "stop_token_ids"),
+            ("bad_words", params.bad_words, "logit_bias or allowed_token_ids"),
+        ):
+            if texts and self.tokenizer is None:
+                fix = f"use {instead}, or load with a tokenizer"
+                problems.append(Problem(name, f"{name} texts need a tokenizer, and there is none", fix))
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        ):
+            outside = [i for i in ids if self.vocab_size is not None and i >= self.vocab_size]
             if outside:
-                fix = f"use ids below {self.vocab_size}"
-                problems.append(Problem("logit_bias", f"{outside} are outside the vocabulary", fix))
+                shown = ", ".join(map(_written, outside[:5])) + (", ..." if len(outside) > 5 else "")
+                says = f"token ids {shown} are outside the vocabulary"
+                problems.append(Problem(name, says, f"use ids below {self.vocab_size}"))
         return problems
 
 
@@ -384,6 +462,24 @@ def _take_prompt_logprobs(batch: Sequence[Scheduled], logits: Tensor) -> Tensor:
             sampled.append(row)
             row += 1
     return logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)]
+
+
+def _spellings(words: Iterable[str], tokenizer: Tokenizer | None) -> list[list[int]]:
+    """The tokens of each word, as they follow a space and as they do not."""
+    if tokenizer is None:
+        return []
+    found: list[list[int]] = []
+    for word in words:
+        spelt = [tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}")]
+        if not any(spelt):
+            raise RequestError("request", Problem("bad_words", f"{word!r:.80} has no tokens", "leave it out"))
+        found += [ids for ids in spelt if ids and ids not in found]
+    return found
+
+
+def _written(token_id: int) -> str:
+    """A token id in a message; Python refuses to write out very large integers."""
+    return str(token_id) if token_id < 10**18 else "above 10**18"
 
 
 def _eos_token_ids(model: LoadedModel, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -10,10 +10,30 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torchplug.errors import Problem, RequestError
 
 if TYPE_CHECKING:
+    from torchplug.engine.chat_template import Message
     from torchplug.engine.tokenizer import Tokenizer
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the last may carry its text as "prompt" too."""
+
+CHAT_OPTIONS = ("add_generation_prompt", "chat_template", "tools", "chat_template_kwargs")
+CHAT_NOT_SERVED = (
+    "lora_request",
+    "chat_template_content_format",
+    "continue_final_message",
+    "mm_processor_kwargs",
+    "tokenization_kwargs",
+)
+
+_CHAT_ARGUMENTS = {
+    "messages": "pass the conversation itself",
+    "conversation": "pass the conversation itself",
+    "self": "leave it out",
+    "add_generation_prompt": "use the argument of that name",
+    "chat_template": "use the argument of that name",
+    "tools": "use the argument of that name",
+}
+"""Names that `chat_template_kwargs` cannot use, and what to do instead."""
 
 _NOT_SERVED = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds", "cache_salt")
 
@@ -41,6 +61,52 @@ def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> TokenizedPro
     raise _refusal("", f"expected a text, token ids or a dict, got {type(prompt).__name__}")
 
 
+def chat_prompt(
+    tokenizer: Tokenizer,
+    conversation: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    chat_template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """A conversation as the model's chat template writes it, as a prompt; it holds the special tokens already.
+
+    Args:
+        tokenizer: With the template.
+        conversation: Messages, oldest first.
+        add_generation_prompt: End with what opens the assistant's turn.
+        chat_template: Jinja source instead of the model's own.
+        tools: Tool schemas for the template.
+        chat_template_kwargs: Further variables for the template.
+
+    Raises:
+        RequestError: An argument is of another kind, there is no template, or it refuses the conversation.
+    """
+    problems = []
+    if not isinstance(add_generation_prompt, bool):
+        says = f"expected True or False, got {add_generation_prompt!r:.80}"
+        problems.append(Problem("add_generation_prompt", says, "correct add_generation_prompt"))
+    if tools is not None and (isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence)):
+        says = f"expected a list of schemas, got {type(tools).__name__}"
+        problems.append(Problem("tools", says, "pass a list of dicts, or None"))
+    more = {} if chat_template_kwargs is None else chat_template_kwargs
+    if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
+        says = f"expected a dict of variables by name, got {more!r:.80}"
+        problems.append(Problem("chat_template_kwargs", says, 'pass e.g. {"enable_thinking": False}'))
+    else:
+        taken = [name for name in more if name in _CHAT_ARGUMENTS]
+        problems += [
+            Problem("chat_template_kwargs", f"{name!r} is given otherwise", _CHAT_ARGUMENTS[name]) for name in taken
+        ]
+    if problems:
+        raise RequestError("chat", problems)
+    text = tokenizer.render_chat(
+        conversation, add_generation_prompt=add_generation_prompt, chat_template=chat_template, tools=tools, **more
+    )
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, or several, as a list of prompts. A list of integers is one prompt."""
     if isinstance(prompts, (str, Mapping)):
@@ -50,6 +116,17 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             return [prompts]  # type: ignore[list-item]
         return list(prompts)  # type: ignore[arg-type]
     raise _refusal("", f"expected a prompt or a list of prompts, got {type(prompts).__name__}")
+
+
+def refuse_others(where: str, others: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Arguments of vLLM's method that are not served may be None; names that nobody knows are an error."""
+    problems = [
+        Problem(name, "not served by this version" if name in known else "no such argument", "leave it out")
+        for name, value in others.items()
+        if name not in known or value is not None
+    ]
+    if problems:
+        raise RequestError(where, problems)
 
 
 def _from_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> TokenizedPrompt:

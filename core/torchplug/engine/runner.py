@@ -7,15 +7,18 @@ whole prefix (`cache: none`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchplug.engine.decode_graphs import DecodeGraphs
 from torchplug.engine.kv_cache import PagedCache
 from torchplug.errors import ContractError, Problem
-from torchplug.forward_context import BlockLayout, ForwardContext, set_forward_context
+from torchplug.forward_context import VARYING, BlockLayout, ForwardContext, set_forward_context
+from torchplug.host.blame import RUNNING, blamed
 
 if TYPE_CHECKING:
     from torchplug.engine.scheduler import Scheduled
@@ -32,6 +35,10 @@ class Runner:
         max_num_batched_tokens: Most tokens in a step.
         embedding: Gives the hook `embed_input_ids` where a wrapper is attached to it, else None: then the module embeds
             its tokens itself, which is the same and one call less.
+        forward: Called instead of the module, e.g. its compiled forward pass.
+        graphs: Replayed in steps with one new token for each request, once `record` was called; needs the cache's
+            padding block. While a wrapper is attached to the embedding it is called, and nothing is replayed.
+        subject: How errors name the model; None: by its class.
 
     Attributes:
         cached: Whether the module keeps keys and values between steps.
@@ -47,8 +54,14 @@ class Runner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         embedding: Callable[[], Callable[[Tensor], Tensor] | None] = lambda: None,
+        forward: Callable[..., Tensor] | None = None,
+        graphs: DecodeGraphs | None = None,
+        subject: str | None = None,
     ) -> None:
         self._module = module
+        self._call: Callable[..., Tensor] = module if forward is None else forward
+        self._graphs = graphs
+        self._subject = subject or f"model {type(module).__name__!r}"
         self._embedding = embedding
         self._device = device
         self._cache = cache
@@ -62,9 +75,12 @@ class Runner:
         self._seq_lens = _Staged(max_num_seqs, torch.int32, device)
         max_blocks = -(-cache.max_tokens // cache.block_size)
         self._layouts = [
-            _GroupLayout(max_num_seqs, max_num_batched_tokens, max_blocks, cache.block_size, device)
-            for _ in cache.groups
+            _GroupLayout(
+                max_num_seqs, max_num_batched_tokens, max_blocks, cache.block_size, device, group.padding_block
+            )
+            for group in cache.groups
         ]
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def run(self, batch: Sequence[Scheduled]) -> Tensor | None:
         """Logits [n, vocab] that the step is for; None where there are none.
@@ -75,20 +91,57 @@ class Runner:
 
         Raises:
             ContractError: The model returned another number of rows than it was given.
+            PluginError: A method of the model failed; its exception is the cause.
+            DeviceError: There was not enough memory.
         """
         if not self.cached:
             return self._run_alone(batch)
-        context, input_ids, positions, rows = self._lay_out(batch)
+        size = self._recorded_size(batch)
+        context, input_ids, positions, rows = self._lay_out(batch, size)
         with set_forward_context(context):
-            hidden_states = self._forward(input_ids, positions)
+            if size is None or self._graphs is None:
+                hidden_states = self._forward(input_ids, positions)
+            else:
+                hidden_states = self._graphs.replay(size)[: len(batch)]
             if not rows:
                 return None
-            if len(rows) < len(input_ids):
+            if len(rows) < len(hidden_states):
                 hidden_states = hidden_states[torch.tensor(rows, device=self._device)]
             return self._logits(hidden_states)
 
+    def step_inputs(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Ids and positions of so many tokens, as a step would give them to the module; their values mean nothing."""
+        num_tokens = min(num_tokens, len(self._input_ids.host))
+        return self._input_ids.on_device(num_tokens), self._positions.on_device(num_tokens)
+
+    def record(self, progress: Callable[[int, int], None]) -> None:
+        """Record the graphs; call it once, under `torch.inference_mode()`, before the first step."""
+        if self._graphs is not None:
+            self._graphs.capture(self._padding_step, progress)
+
+    def _recorded_size(self, batch: Sequence[Scheduled]) -> int | None:
+        """The rows of the graph that this step is a replay of; None for a step to be run."""
+        if self._graphs is None or any(item.stop - item.start != 1 for item in batch):
+            return None
+        return None if self._embedding() is not None else self._graphs.size_for(len(batch))
+
+    def _padding_step(self, size: int) -> Callable[[], Tensor]:
+        """The forward pass over a step of padding rows, in the buffers that every step of that size will be in."""
+        context, input_ids, positions, _ = self._lay_out((), size)
+
+        def run() -> Tensor:
+            # A context of its own, since layers keep what they have derived from one: a graph must derive it itself.
+            with set_forward_context(replace(context)):
+                return self._call(input_ids, positions)
+
+        with set_forward_context(context):
+            self._logits(run())  # computed after each replay, in this context
+        return run
+
     def close(self) -> None:
-        """Free the cache."""
+        """Free the cache and what is recorded."""
+        if self._graphs is not None:
+            self._graphs.close()
         self._cache.clear()
 
     def _run_alone(self, batch: Sequence[Scheduled]) -> Tensor:
@@ -100,8 +153,16 @@ class Runner:
             logits.append(self._logits(hidden_states[rows]))
         return torch.cat(logits)
 
-    def _lay_out(self, batch: Sequence[Scheduled]) -> tuple[ForwardContext, Tensor, Tensor, list[int]]:
-        """The step's context, input ids, positions, and the flat rows whose logits are needed."""
+    def _lay_out(
+        self, batch: Sequence[Scheduled], size: int | None = None
+    ) -> tuple[ForwardContext, Tensor, Tensor, list[int]]:
+        """The step's context, input ids, positions, and the flat rows whose logits are needed.
+
+        `size`: Requests with one token each are filled up to so many rows with padding, block tables to their full
+        width, so that every step of this size lies in the same memory in the same shapes.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()  # the copies of the last step still read the host's buffers
         ids, positions = self._input_ids.host, self._positions.host
         starts, lengths = self._query_start_loc.host, self._seq_lens.host
         rows: list[int] = []
@@ -125,7 +186,12 @@ class Runner:
             if item.samples:
                 rows.append(num_tokens - 1)
         num_requests = len(batch)
-        layouts = [layout.lay_out(batch, group, num_tokens) for group, layout in enumerate(self._layouts)]
+        if size is not None:
+            ids[num_tokens:size] = positions[num_tokens:size] = 0
+            starts[num_requests + 1 : size + 1] = np.arange(num_requests + 1, size + 1)
+            lengths[num_requests:size] = 1
+            num_tokens = num_requests = size
+        layouts = [layout.lay_out(batch, group, num_tokens, size) for group, layout in enumerate(self._layouts)]
         first = layouts[0]
         context = ForwardContext(
             query_start_loc=self._query_start_loc.on_device(num_requests + 1),
@@ -133,24 +199,30 @@ class Runner:
             slot_mapping=first.slot_mapping,
             block_tables=first.block_tables,
             block_size=self._cache.block_size,
-            query_lens_host=tuple([item.stop - item.start for item in batch]),
-            seq_lens_host=tuple([item.stop for item in batch]),
+            query_lens_host=tuple([item.stop - item.start for item in batch]) if size is None else (1,) * size,
+            seq_lens_host=tuple([item.stop for item in batch]) if size is None else VARYING,
             block_tables_host=first.block_tables_host,
             more_groups=tuple(layouts[1:]),
         )
-        return context, self._input_ids.on_device(num_tokens), self._positions.on_device(num_tokens), rows
+        on_device = self._input_ids.on_device(num_tokens), self._positions.on_device(num_tokens)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))
+        return context, *on_device, rows
 
     def _forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         embed = self._embedding()
-        if embed is None:
-            hidden_states = self._module(input_ids, positions)
-        else:
-            hidden_states = self._module(None, positions, inputs_embeds=embed(input_ids))
+        embeds = None if embed is None else embed(input_ids)
+        with blamed(self._subject, type(self._module), "forward", RUNNING):
+            if embeds is None:
+                hidden_states = self._call(input_ids, positions)
+            else:
+                hidden_states = self._call(None, positions, inputs_embeds=embeds)
         self._check_rows("forward", hidden_states, len(input_ids))
-        return hidden_states  # type: ignore[no-any-return]
+        return hidden_states
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
-        logits = self._module.compute_logits(hidden_states)  # type: ignore[operator]
+        with blamed(self._subject, type(self._module), "compute_logits", RUNNING):
+            logits = self._module.compute_logits(hidden_states)  # type: ignore[operator]
         self._check_rows("compute_logits", logits, len(hidden_states))
         return logits  # type: ignore[no-any-return]
 
@@ -158,7 +230,7 @@ class Runner:
         if not isinstance(result, Tensor) or result.ndim != 2 or result.shape[0] != expected:
             found = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ContractError(
-                f"model {type(self._module).__name__!r}",
+                self._subject,
                 Problem(
                     method,
                     f"expected a tensor with one row for each of {expected} tokens, found {found}",
@@ -177,16 +249,19 @@ class _GroupLayout:
         max_blocks: int,
         block_size: int,
         device: torch.device,
+        padding_block: int,
     ) -> None:
         self._block_size = block_size
+        self._padding_block = padding_block
         # A row for each slot, in which a request's block ids are written once, as it gets them.
         self._rows = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._slot_mapping = _Staged(max_num_batched_tokens, torch.int64, device)
         self._block_tables = _Staged(max_num_seqs * max_blocks, torch.int32, device)
 
-    def lay_out(self, batch: Sequence[Scheduled], group: int, num_tokens: int) -> BlockLayout:
-        """The layout of a step of `num_tokens` tokens, `group` being this group's place among a request's tables."""
-        size, slots = self._block_size, self._slot_mapping.host
+    def lay_out(self, batch: Sequence[Scheduled], group: int, num_tokens: int, size: int | None = None) -> BlockLayout:
+        """The layout of a step of `num_tokens` tokens, `group` being this group's place among a request's tables;
+        with `size`, filled up to so many rows of full width."""
+        block_size, slots = self._block_size, self._slot_mapping.host
         tables = [item.request.blocks[group] for item in batch]
         token = 0
         for item, table in zip(batch, tables, strict=True):
@@ -195,24 +270,28 @@ class _GroupLayout:
                 table.copied = len(table.ids)
             start, stop = item.start, item.stop
             if stop - start == 1:
-                slots[token] = table.ids[start // size] * size + start % size
+                slots[token] = table.ids[start // block_size] * block_size + start % block_size
                 token += 1
             else:
                 places = np.arange(start, stop)
-                slots[token : token + stop - start] = self._rows[item.slot][places // size] * size + places % size
+                blocks = self._rows[item.slot][places // block_size]
+                slots[token : token + stop - start] = blocks * block_size + places % block_size
                 token += stop - start
-        width = -(-max([item.stop for item in batch]) // size)
-        used = len(batch) * width
-        np.take(
-            self._rows[:, :width],
-            [item.slot for item in batch],
-            axis=0,
-            out=self._block_tables.host[:used].reshape(len(batch), width),
-        )
+        num_rows = len(batch)
+        if size is None:
+            width = -(-max([item.stop for item in batch]) // block_size)
+        else:
+            width = self._rows.shape[1]
+            slots[num_rows:size] = self._padding_block * block_size
+            num_rows = size
+        used = num_rows * width
+        rows = self._block_tables.host[:used].reshape(num_rows, width)
+        np.take(self._rows[:, :width], [item.slot for item in batch], axis=0, out=rows[: len(batch)])
+        rows[len(batch) :] = self._padding_block
         return BlockLayout(
             self._slot_mapping.on_device(num_tokens),
-            self._block_tables.on_device(used).view(len(batch), width),
-            tuple([table.frozen for table in tables]),
+            self._block_tables.on_device(used).view(num_rows, width),
+            tuple([table.frozen for table in tables]) if size is None else VARYING,
         )
 
 
@@ -228,6 +307,6 @@ class _Staged:
     def on_device(self, size: int) -> Tensor:
         """The first `size` entries on the device. Valid until the next step fills the buffer."""
         if self._copy is not self._tensor:
-            # The host waits for the step's tokens before it fills the buffer again, so the copy may overlap.
+            # The runner waits for its copies before it fills the buffers again, so they may overlap.
             self._copy[:size].copy_(self._tensor[:size], non_blocking=True)
         return self._copy[:size]

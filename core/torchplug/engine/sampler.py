@@ -2,8 +2,8 @@
 
 Every request draws by inverting its own cumulative distribution at one uniform number per token. The number comes from
 a generator on the host: the request's own where it has a seed, else the sampler's, so a seeded request repeats itself
-whatever else is in the batch, on any device. The order of operations is vLLM's: structure, logit bias, minimum tokens,
-penalties, temperature, min-p, top-k, top-p.
+whatever else is in the batch, on any device. The order of operations is vLLM's: structure, allowed tokens, logit bias,
+bad words, minimum tokens, penalties, temperature, min-p, top-k, top-p.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchplug.engine.sampling_params import SamplingParams
 from torchplug.errors import ContractError, Problem, RequestError
+from torchplug.layers.cpu import kernels
 
 if TYPE_CHECKING:
     from torchplug.engine.grammar import Matcher
@@ -53,15 +54,20 @@ class SamplingState:
         prompt_token_ids: The prompt, for the repetition penalty.
         stop_token_ids: End-of-sequence and stop ids, impossible before `params.min_tokens` tokens.
         grammar: The output's place in its structure, for `params.structured_outputs`.
+        bad_words: The tokens of each spelling of `params.bad_words`.
 
     Attributes:
-        error: Why the structure could not be followed further; the output has to end there.
+        error: Why no token could follow (the structure outgrew its matcher, or nothing is allowed); the output has to
+            end there.
     """
 
     __slots__ = (
+        "_bad_words",
         "_bias",
         "_counts",
+        "_forbidden",
         "_grammar",
+        "_output",
         "_prompt",
         "_seen",
         "error",
@@ -78,6 +84,7 @@ class SamplingState:
         prompt_token_ids: Sequence[int],
         stop_token_ids: Sequence[int],
         grammar: Matcher | None = None,
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
         self.params = params
         self.error: str | None = None
@@ -91,8 +98,12 @@ class SamplingState:
             and params.logprobs is None
             and not params.min_tokens
             and params.logit_bias is None
+            and not params.restricted
             and grammar is None
         )
+        self._forbidden: Tensor | None = None
+        self._bad_words = [tuple(word) for word in bad_words]
+        self._output: list[int] = []  # kept for bad words only
         self._grammar = grammar
         self._bias: tuple[Tensor, Tensor] | None = None
         self._prompt = list(prompt_token_ids) if params.repetition_penalty != 1.0 else []
@@ -105,6 +116,7 @@ class SamplingState:
         return (
             self.params.penalized
             or self.params.logit_bias is not None
+            or self.params.restricted
             or self._grammar is not None
             or self.num_sampled < self.params.min_tokens
         )
@@ -116,13 +128,23 @@ class SamplingState:
         barred = [i for i in self.stop_token_ids if i < vocab] if self.num_sampled < params.min_tokens else []
         if self._grammar is not None:
             barred = self._keep_to_grammar(logits, barred)
+        if params.allowed_token_ids is not None:
+            if self._forbidden is None:
+                self._forbidden = torch.ones(vocab, dtype=torch.bool, device=device)
+                self._forbidden[torch.tensor([i for i in params.allowed_token_ids if i < vocab], device=device)] = False
+            logits.masked_fill_(self._forbidden, -math.inf)
         if params.logit_bias is not None:
             if self._bias is None:
-                ids = torch.tensor(list(params.logit_bias), device=device)
-                self._bias = ids, torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+                known = {i: bias for i, bias in params.logit_bias.items() if i < vocab}
+                ids = torch.tensor(list(known), dtype=torch.int64, device=device)
+                self._bias = ids, torch.tensor(list(known.values()), dtype=torch.float32, device=device)
             logits[self._bias[0]] += self._bias[1]
+        barred = [*barred, *(i for i in self._ends_of_bad_words() if i < vocab)]
         if barred:
             logits[torch.tensor(barred, device=device)] = -math.inf
+        if params.restricted and self.error is None and bool((logits == -math.inf).all()):
+            self.error = "no token is left that may be sampled here"
+            logits.zero_()
         if not params.penalized:
             return
         if self._counts is None or self._seen is None:
@@ -153,9 +175,16 @@ class SamplingState:
         allowed[barred] = False
         return barred if bool(allowed.any()) else []
 
+    def _ends_of_bad_words(self) -> list[int]:
+        return [
+            word[-1] for word in self._bad_words if len(word) == 1 or tuple(self._output[1 - len(word) :]) == word[:-1]
+        ]
+
     def record(self, token_id: int) -> None:
         """Count the token that was just sampled."""
         self.num_sampled += 1
+        if self._bad_words:
+            self._output.append(token_id)
         if self._grammar is not None and self.error is None:
             self._grammar.advance(token_id)
         if self._counts is not None and self._seen is not None:
@@ -179,11 +208,11 @@ class Sampler:
         Raises:
             ContractError: A row is NaN: the model computed nothing that could be sampled from.
         """
-        logits = logits.to(torch.float32)
         logprobs: list[TokenLogprobs | None] = [None] * len(states)
         if all(state.plain for state in states):
             tokens = _most_probable(logits)
         else:
+            logits = logits.to(torch.float32)
             changed = [row for row, state in enumerate(states) if state.changes_logits]
             raw, logits = logits, logits.clone() if changed else logits
             for row in changed:
@@ -226,10 +255,15 @@ class Sampler:
 
 
 def _most_probable(logits: Tensor) -> list[int]:
-    """The first index of each row's maximum. `max` costs what `argmax` costs and shows a NaN."""
-    values, indices = logits.max(dim=-1)
-    _refuse_nan(values)
+    """The first index of each row's maximum."""
+    indices = kernels.argmax(logits)
+    if indices is None:
+        # `max` costs what `argmax` costs and shows a NaN; in bfloat16 it costs twice what it does in float32.
+        values, indices = logits.to(torch.float32).max(dim=-1)
+        _refuse_nan(values)
     tokens: list[int] = indices.tolist()
+    if min(tokens, default=0) < 0:
+        raise _nothing_to_sample()
     return tokens
 
 
@@ -245,7 +279,7 @@ def _draw_truncated(logits: Tensor, params: Sequence[SamplingParams], uniform: S
     than these.
     """
     vocab = logits.shape[1]
-    top_k = [p.top_k or vocab for p in params]
+    top_k = [min(p.top_k or vocab, vocab) for p in params]
     largest = max(top_k)
     width = min(vocab, largest if largest < vocab else _CANDIDATES)
     values, indices = logits.topk(width, dim=-1)
@@ -330,11 +364,15 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 def _refuse_nan(values: Tensor) -> None:
     """One number per row decides for the row."""
     if any(value != value for value in values.flatten().tolist()):
-        raise ContractError(
-            "sampling",
-            Problem(
-                "compute_logits",
-                "gave NaN or infinite logits, from which nothing can be sampled",
-                "check the weights and the dtype (float16 overflows where bfloat16 and float32 do not)",
-            ),
-        )
+        raise _nothing_to_sample()
+
+
+def _nothing_to_sample() -> ContractError:
+    return ContractError(
+        "sampling",
+        Problem(
+            "compute_logits",
+            "gave NaN or infinite logits, from which nothing can be sampled",
+            "check the weights and the dtype (float16 overflows where bfloat16 and float32 do not)",
+        ),
+    )

@@ -16,11 +16,17 @@ from torchplug.errors import Problem, RequestError
 GREEDY_BELOW: Final = 1e-5
 """A temperature under this is greedy, as in vLLM: dividing by it would only overflow."""
 
+MOST_OUTPUTS: Final = 16384
+"""Of one prompt, as in vLLM: each output is a request."""
+
 _NOT_SERVED: Final[dict[str, Any]] = {
     "spaces_between_special_tokens": True,
     "truncate_prompt_tokens": None,
-    "bad_words": None,
-    "allowed_token_ids": None,
+    "watermarking": None,
+    "prompt_logprob_token_ids": None,
+    "prompt_logprob_start": None,
+    "stream_interval": None,
+    "output_text_buffer_length": 0,
     "logits_processors": None,
     "extra_args": None,
     "flat_logprobs": False,
@@ -28,6 +34,9 @@ _NOT_SERVED: Final[dict[str, Any]] = {
     "logprob_token_ids": None,
     "skip_clone": False,
     "repetition_detection": None,
+    "routed_experts_prompt_start": 0,
+    "skip_reading_prefix_cache": None,
+    "trace_decode_token_ids": None,
 }
 """vLLM's other arguments, with the value that means "off": that value is accepted, any other is an error."""
 
@@ -45,8 +54,8 @@ class SamplingParams:
     """Sampling and stopping of one request. Immutable; `dataclasses.replace(params, max_tokens=64)` changes a copy.
 
     Args:
-        n: How many outputs of the prompt are drawn. With a seed, output i has a stream of its own, derived from the
-            seed and i; output 0 is the one that n=1 gives.
+        n: How many outputs of the prompt are drawn, at most 16384. With a seed, output i has a stream of its own,
+            derived from the seed and i; output 0 is the one that n=1 gives.
         temperature: Divides the logits; 0 is greedy.
         top_p: Keep the smallest set of tokens whose probability reaches this, in (0, 1].
         top_k: Keep the k most probable tokens; 0 or -1 keeps all.
@@ -67,6 +76,9 @@ class SamplingParams:
         prompt_logprobs: As `logprobs`, for each token of the prompt after the first, into
             `RequestOutput.prompt_logprobs`.
         logit_bias: Added to the logits of these token ids, each in [-100, 100].
+        allowed_token_ids: Only these tokens are sampled; the output ends early only where an end token is among them.
+        bad_words: Texts that the output does not contain: of the tokens of each (with a space before it and without),
+            the last one is not sampled after the others.
         structured_outputs: What the output must be: a JSON schema, a regular expression, one of some texts.
         detokenize: False: `text` stays empty.
         skip_special_tokens: Leave special tokens out of `text`.
@@ -95,6 +107,8 @@ class SamplingParams:
     logprobs: int | None
     prompt_logprobs: int | None
     logit_bias: dict[int, float] | None
+    allowed_token_ids: tuple[int, ...] | None
+    bad_words: tuple[str, ...]
     structured_outputs: StructuredOutputsParams | None
     detokenize: bool
     skip_special_tokens: bool
@@ -121,6 +135,8 @@ class SamplingParams:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         logit_bias: Mapping[int, float] | None = None,
+        allowed_token_ids: Iterable[int] | None = None,
+        bad_words: str | Iterable[str] | None = None,
         structured_outputs: StructuredOutputsParams | None = None,
         detokenize: bool = True,
         skip_special_tokens: bool = True,
@@ -132,7 +148,7 @@ class SamplingParams:
         for name in ("self", "others", "__class__"):
             values.pop(name, None)
         check = _Check(values)
-        check.integer("n", "an integer of at least 1", lambda x: x >= 1)
+        check.integer("n", f"an integer from 1 to {MOST_OUTPUTS}", lambda x: 1 <= x <= MOST_OUTPUTS)
         check.number("temperature", "a number of at least 0", lambda x: x >= 0)
         check.number("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1)
         check.integer("top_k", "an integer of at least 1, or 0 or -1 for all tokens", lambda x: x >= -1)
@@ -155,8 +171,13 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check.member(name, bool, "True or False")
         check.member("output_kind", RequestOutputKind, "a RequestOutputKind")
-        check.sequence("stop", str, "a text or a list of texts, none of them empty", bool)
+        for name in ("stop", "bad_words"):
+            check.sequence(name, str, "a text or a list of texts of valid Unicode, none of them empty", _is_text)
         check.sequence("stop_token_ids", Integral, "a list of token ids", lambda x: x >= 0)
+        if allowed_token_ids is not None:
+            check.sequence(
+                "allowed_token_ids", Integral, "a list of token ids, at least one", lambda x: x >= 0, least=1
+            )
         check.together()
         check.others(others)
         if check.problems:
@@ -176,6 +197,11 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def restricted(self) -> bool:
+        """Whether some tokens can never, or not always, be sampled."""
+        return self.allowed_token_ids is not None or bool(self.bad_words)
+
+    @property
     def penalized(self) -> bool:
         """Whether any of the three penalties changes logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
@@ -190,7 +216,7 @@ class _Check:
 
     def number(self, name: str, expected: str, accepts: Callable[[Any], bool]) -> None:
         value = self.values[name]
-        if isinstance(value, Real) and not isinstance(value, bool) and isfinite(value) and accepts(value):
+        if isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value) and accepts(value):
             self.values[name] = float(value)
         else:
             self._refuse(name, expected)
@@ -223,14 +249,14 @@ class _Check:
                 or token_id < 0
                 or not isinstance(bias, Real)
                 or isinstance(bias, bool)
-                or not -100 <= float(bias) <= 100
+                or not -100 <= bias <= 100  # type: ignore[operator]
             ):
                 self._refuse(name, "a dict of token ids to numbers in [-100, 100]")
                 return
             accepted[int(token_id)] = float(bias)
         self.values[name] = accepted or None
 
-    def sequence(self, name: str, kind: type, expected: str, accepts: Callable[[Any], bool]) -> None:
+    def sequence(self, name: str, kind: type, expected: str, accepts: Callable[[Any], bool], *, least: int = 0) -> None:
         value = self.values[name]
         if value is None:
             items: tuple[Any, ...] = ()
@@ -238,7 +264,9 @@ class _Check:
             items = (value,)
         else:
             items = tuple(value)
-        if all(isinstance(item, kind) and not isinstance(item, bool) and accepts(item) for item in items):
+        if len(items) >= least and all(
+            isinstance(item, kind) and not isinstance(item, bool) and accepts(item) for item in items
+        ):
             self.values[name] = items if kind is str else tuple(int(item) for item in items)
         else:
             self._refuse(name, expected)
@@ -285,7 +313,7 @@ class _Check:
                     self.problems.append(
                         Problem(
                             name,
-                            f"not served by this version, got {value!r}",
+                            f"not served by this version, got {_shown(value)}",
                             f"leave it out (only {off!r} is accepted)",
                         )
                     )
@@ -296,5 +324,29 @@ class _Check:
 
     def _refuse(self, name: str, expected: str) -> None:
         self.problems.append(
-            Problem(name, f"expected {expected}, got {self.values[name]!r}", f"set {name} to {expected}")
+            Problem(name, f"expected {expected}, got {_shown(self.values[name])}", f"set {name} to {expected}")
         )
+
+
+def _is_finite(number: Any) -> bool:
+    try:
+        return isfinite(number)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
+def _is_text(text: str) -> bool:
+    """Not empty, and without half of a surrogate pair."""
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, cut to a readable length."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes out
+        return f"an integer of {value.bit_length():,} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -49,6 +49,9 @@ class Host:
             PluginError: nobody or more than one offers it, or its import failed.
             ContractError: with every problem of the class.
         """
+        from torchplug.host.torch_import import import_torch
+
+        import_torch()
         from torchplug.host.contracts import inspect_class
         from torchplug.host.importing import import_object, subject_of
         from torchplug.host.model import ModelClass
@@ -92,8 +95,11 @@ class Host:
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 2048,
+        block_size: int = 16,
         enable_prefix_caching: bool = True,
         kv_cache_memory_bytes: int | None = None,
+        enforce_eager: bool = False,
+        compile: bool = False,
         progress: Progress | None = None,
     ) -> LoadedModel:
         """Load a checkpoint (a directory, a GGUF file, or "demo") with the class that owns its architecture.
@@ -105,22 +111,39 @@ class Host:
             max_model_len: Longest sequence in tokens; None is what the checkpoint says.
             max_num_seqs: Most requests in one step.
             max_num_batched_tokens: Most tokens in one step.
+            block_size: Tokens of a block of an engine's KV cache.
             enable_prefix_caching: Whether an engine keeps what prompts have in common.
             kv_cache_memory_bytes: Most bytes of an engine's KV cache; None: a share of what is left after loading.
+            enforce_eager: Whether an engine calls the module itself in every step, instead of a CUDA graph of it.
+            compile: Whether an engine runs the module through `torch.compile`; its layers then keep to PyTorch's own
+                operators.
             progress: Called as progress(bytes done, bytes in all) while weights stream.
 
         Raises:
+            RequestError: a size is no positive integer, or max_model_len is more than the checkpoint allows.
             CheckpointError: the checkpoint is missing, damaged or does not fit its class.
             PluginError: nobody owns the architecture, or the owner is broken.
             DeviceError: the device or dtype is not there.
         """
+        from torchplug.host.torch_import import import_torch
+
+        import_torch()
         from torchplug import config
+        from torchplug.errors import RequestError
         from torchplug.host.checkpoint import Checkpoint, open_checkpoint
         from torchplug.host.config_check import check_config
         from torchplug.host.devices import resolve_device, resolve_dtype
         from torchplug.host.loading import build_module, default_max_model_len, load_weights
         from torchplug.host.model import LoadedModel
 
+        problems = config.size_problems(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+        )
+        if problems:
+            raise RequestError("Host.load(...)", problems)
         checkpoint = target if isinstance(target, Checkpoint) else open_checkpoint(target)
         model_class = self.model_class(checkpoint.architecture)
         where = resolve_device(device)
@@ -134,16 +157,23 @@ class Host:
                 hf_config=hf_config,
                 dtype=resolve_dtype(dtype, checkpoint.dtype, where),
                 max_model_len=longest if max_model_len is None else _within(max_model_len, longest, checkpoint),
+                enforce_eager=enforce_eager,
             ),
             device_config=config.DeviceConfig(where),
             cache_config=config.CacheConfig(
-                enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes
+                block_size=block_size,
+                enable_prefix_caching=enable_prefix_caching,
+                kv_cache_memory_bytes=kv_cache_memory_bytes,
             ),
             scheduler_config=config.SchedulerConfig(max_num_seqs, max_num_batched_tokens),
+            compilation_config=config.CompilationConfig(
+                config.CompilationMode.STOCK_TORCH_COMPILE if compile else config.CompilationMode.NONE
+            ),
         )
         subject = model_class.report.subject
-        module = build_module(model_class.cls, vllm_config, subject)
-        load_weights(module, checkpoint, where, subject, progress)
+        with config.set_current_vllm_config(vllm_config):
+            module = build_module(model_class.cls, vllm_config, subject)
+            load_weights(module, checkpoint, where, subject, progress)
         return LoadedModel(
             module.eval(),
             model_class.report,
@@ -176,7 +206,7 @@ class _Owners(Mapping[str, ModelPlugin]):
 def _within(asked: int, longest: int, checkpoint: Checkpoint) -> int:
     from torchplug.errors import Problem, RequestError
 
-    if not 1 <= asked <= longest:
-        says = f"{asked} was asked for, {checkpoint.config_source} allows 1 to {longest} tokens"
+    if not isinstance(asked, int) or isinstance(asked, bool) or not 1 <= asked <= longest:
+        says = f"{asked!r:.80} was asked for, {checkpoint.config_source} allows 1 to {longest} tokens"
         raise RequestError("max_model_len", Problem("", says, f"use at most {longest}"))
     return asked

@@ -19,6 +19,7 @@ from torchplug import interfaces
 from torchplug.errors import ContractError, Problem
 from torchplug.hookspecs import BASE, HOOKS, TABLE, Hook, Phase
 from torchplug.host.marks import PROJECT
+from torchplug.protocols import is_protocol
 
 _CONVENTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "forward": ("input_ids", "positions"),
@@ -107,7 +108,8 @@ def inspect_class(cls: Any, *, subject: str) -> ClassReport:
             if found is not None and found.refused:
                 problem = _missing(cls, hook, found)
                 absent[hook.name] += f"; {found.where} {problem.says}"
-                warnings.append(problem)
+                if found.defined:
+                    warnings.append(problem)
             continue
         checked = _implementation(hook, found)
         if isinstance(checked, Implementation):
@@ -276,6 +278,8 @@ def _unread(cls: type) -> Iterator[Problem]:
     for row in interfaces.INTERFACES.values():
         for attribute, says, fix in interfaces.unread_attributes(cls, row):
             found = interfaces.find_method(cls, attribute)
+            if found is not None and is_protocol(found[0]):
+                continue  # another engine's interface has it, not this author
             yield Problem(f"{attribute} ({of_class(cls) if found is None else location(found[1])})", says, fix)
 
 
@@ -299,8 +303,8 @@ class _Found:
 
     @property
     def defined(self) -> bool:
-        """Whether an author wrote it, rather than an interface of ours."""
-        return not self.stub and self.owner.__module__ != interfaces.__name__
+        """Whether an author wrote it; it does not come with an interface, ours or another engine's."""
+        return not self.stub and not is_protocol(self.owner)
 
 
 def _find(cls: type, hook: Hook) -> _Found | None:

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torchplug.errors import PluginError, Problem
 from torchplug.host.catalogue import ModelPlugin, PluginRow
+from torchplug.host.locate import hiding
 from torchplug.host.selection import normalized
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torchplug.host.wrappers import Wrapper
 
 
@@ -71,11 +74,24 @@ def import_problem(row: PluginRow, error: BaseException) -> Problem:
     if isinstance(error, SystemExit):
         return Problem(where, f"tries to end the process: SystemExit({error.code!r})", other_version(row))
     if isinstance(error, ModuleNotFoundError) and error.name:
+        hidden = hiding(row.module) if error.name == row.module else None
+        if hidden is not None:
+            return Problem(where, *hidden_module(row, *hidden))
         return Problem(where, says, _missing_module(row, error.name))
     module = sys.modules.get(row.module)
     if isinstance(error, AttributeError) and module is not None and line is None:
         return Problem(where, *_missing_attribute(row, module))
     return Problem(where, says, other_version(row))
+
+
+def hidden_module(row: PluginRow, first: Path, place: Path) -> tuple[str, str]:
+    """What is wrong, and the fix, where `first` hides the package at `place` that has the plugin."""
+    top = row.module.partition(".")[0]
+    return (
+        f"Python takes {first} for the package {top!r}, and there is no {row.module!r} in it; it hides the one of "
+        f"{row.origin}, {place}",
+        f"rename or move {first}, or start from another directory (or with PYTHONSAFEPATH=1)",
+    )
 
 
 def _line_of(row: PluginRow, error: BaseException) -> str | None:

@@ -8,7 +8,6 @@ compute them in `__init__`.
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from torchplug.errors import CheckpointError, ContractError, DeviceError, PluginError, Problem, TorchplugError
+from torchplug.errors import CheckpointError, ContractError, Problem
+from torchplug.host.blame import LOADING, blamed
 from torchplug.host.contracts import location
 from torchplug.host.untrusted import shown
 from torchplug.results import describe
@@ -39,7 +39,7 @@ def build_module(cls: type[nn.Module], vllm_config: VllmConfig, subject: str) ->
     before = torch.get_default_dtype()
     torch.set_default_dtype(vllm_config.model_config.dtype)
     try:
-        with _blamed(subject, cls, "__init__"), _parameters_on_meta():
+        with blamed(subject, cls, "__init__", LOADING), _parameters_on_meta():
             module = cls(vllm_config=vllm_config, prefix="")
     finally:
         torch.set_default_dtype(before)
@@ -60,12 +60,12 @@ def load_weights(
     """
     from torchplug.layers.weights import WeightsMismatch
 
-    with _blamed(subject, type(module), "load_weights"):
+    with blamed(subject, type(module), "load_weights", LOADING):
         _materialise(module, device)
     problems: list[Problem] = []
     with torch.no_grad():
         try:
-            with _blamed(subject, type(module), "load_weights"):
+            with blamed(subject, type(module), "load_weights", LOADING):
                 loaded = module.load_weights(_reported(checkpoint.weights(), checkpoint.total_bytes, progress))  # type: ignore[operator]
         except WeightsMismatch as mismatch:
             loaded = mismatch.loaded
@@ -82,26 +82,8 @@ def load_weights(
         for part in module.modules():
             finish = getattr(part, "process_weights_after_loading", None)
             if finish is not None:
-                with _blamed(subject, type(part), "process_weights_after_loading"):
+                with blamed(subject, type(part), "process_weights_after_loading", LOADING):
                     finish()
-
-
-@contextmanager
-def _blamed(subject: str, owner: type, method: str) -> Iterator[None]:
-    """What an author's method raises becomes a PluginError with the line it came from; lack of memory a DeviceError."""
-    try:
-        yield
-    except TorchplugError:
-        raise
-    except Exception as error:
-        says = str(error).partition("\nException raised from")[0]  # torch appends its C++ frames
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in says:
-            fix = "free memory, or choose a smaller dtype, a smaller model or another device"
-            raise DeviceError(f"loading {subject}", Problem("", f"there is not enough memory: {says}", fix)) from error
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        fix = f"see {last.filename}:{last.lineno}: check config.json, or report it to the plugin's author"
-        where = f"{method} ({location(getattr(owner, method, None))})"
-        raise PluginError(subject, Problem(where, f"{type(error).__name__}: {says}", fix)) from error
 
 
 @contextmanager

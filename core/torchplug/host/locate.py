@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from contextlib import suppress
 from importlib.machinery import SOURCE_SUFFIXES, ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,19 +29,54 @@ def module_exists(module: str) -> bool:
     return _spec(module) is not None
 
 
+def hiding(module: str) -> tuple[Path, Path] | None:
+    """For a module that is not found: (what Python takes for its top-level package, the place that has the module).
+
+    None where no place has it. A directory of the package's name in the working directory is the usual culprit.
+    """
+    top = module.partition(".")[0]
+    first = _place(_spec(top))
+    for spec in _all_specs(top):
+        place = _place(spec)
+        if first is not None and place is not None and place != first and _inside(spec, module) is not None:
+            return first, place
+    return None
+
+
 def _spec(module: str) -> ModuleSpec | None:
-    top, *parts = module.split(".")
     try:
-        spec = importlib.util.find_spec(top)
-        for part in parts:
-            if spec is None or spec.submodule_search_locations is None:
-                return None
-            # The bare part: with a dotted name, a namespace package would look for its parent in sys.modules.
-            spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+        return _inside(importlib.util.find_spec(module.partition(".")[0]), module)
     except Exception:
         # A foreign finder may raise anything, and find_spec raises ValueError for a half-made module.
         return None
+
+
+def _inside(spec: ModuleSpec | None, module: str) -> ModuleSpec | None:
+    """The module, looked up in its top-level package."""
+    for part in module.split(".")[1:]:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        # The bare part: with a dotted name, a namespace package would look for its parent in sys.modules.
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     return spec
+
+
+def _all_specs(top: str) -> Iterator[ModuleSpec | None]:
+    """A top-level name wherever the import path has it, also where another one comes first."""
+    for entry in sys.path:
+        yield PathFinder.find_spec(top, [entry])
+    for finder in sys.meta_path:  # editable installs have finders of their own
+        if finder is not PathFinder:
+            with suppress(Exception):
+                yield finder.find_spec(top, None)
+
+
+def _place(spec: ModuleSpec | None) -> Path | None:
+    """The directory of a package, the file of a module."""
+    if spec is None:
+        return None
+    found = next(iter(spec.submodule_search_locations or ()), spec.origin if spec.has_location else None)
+    return None if found is None else Path(found).absolute()
 
 
 def defined_names(file: Path) -> frozenset[str] | None:

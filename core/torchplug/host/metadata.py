@@ -254,6 +254,12 @@ def _row_findings(row: PluginRow, *, orphaned: bool) -> Iterator[Finding]:
         # The module of an orphaned editable install cannot be there; one finding about it is enough.
         return
     if not locate.module_exists(row.module):
+        hidden = locate.hiding(row.module)
+        if hidden is not None:
+            from torchplug.host.importing import hidden_module
+
+            yield Finding(Kind.MISSING_MODULE, where, *hidden_module(row, *hidden))
+            return
         yield Finding(
             Kind.MISSING_MODULE,
             where,

@@ -99,6 +99,7 @@ class LoadedModel(_Handle):
     Attributes:
         module: The author's module, in eval mode.
         plugin: The catalogue row that it came from.
+        subject: How errors name it.
         interfaces: Names of the interfaces it claims.
         vllm_config: What the class received.
         checkpoint: Where the weights came from.
@@ -116,6 +117,7 @@ class LoadedModel(_Handle):
     ) -> None:
         self.module = module
         self.plugin = plugin
+        self.subject = report.subject
         self.checkpoint = checkpoint
         self.vllm_config = vllm_config
         self.interfaces = inspect_instance(module, report)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchplug.errors import CheckpointError, Problem
+from torchplug.layers.cpu import kernels
 
 # transformers' gelu_new, gelu_fast and gelu_pytorch_tanh are one function: the tanh form of Hendrycks and Gimpel,
 # Gaussian Error Linear Units, 2016.
@@ -70,7 +71,12 @@ class SiluAndMul(ActAndMul):
     def __init__(self) -> None:
         super().__init__(F.silu)
 
+    def forward(self, gate_up: Tensor) -> Tensor:
+        native = kernels.silu_and_mul(gate_up)
+        return super().forward(gate_up) if native is None else native
+
 
 def get_act_and_mul(name: str) -> ActAndMul:
     """The gated form of the activation that config.json calls `name`. Raises CheckpointError as `get_act_fn` does."""
-    return ActAndMul(get_act_fn(name))
+    act = get_act_fn(name)
+    return SiluAndMul() if act is F.silu else ActAndMul(act)

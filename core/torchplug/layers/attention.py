@@ -1,7 +1,7 @@
 """The attention layer: causal self-attention of a flat batch against each request's own cached keys and values.
 
 The layer knows shapes; how the step's requests are attended, and where the cache keeps things, is the backend's
-(`sdpa`).
+(`attention_backend`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchplug.forward_context import get_forward_context
 from torchplug.layers import sdpa
+from torchplug.layers.attention_backend import AttentionBackend
 
 KVCache = tuple[Tensor, Tensor]
 
@@ -32,13 +33,19 @@ class KVCacheSpec:
 
 
 def allocate_kv_cache(
-    spec: KVCacheSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+    spec: KVCacheSpec,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    backend: AttentionBackend = sdpa,
 ) -> KVCache:
-    """The cache of one layer: (keys, values) for num_blocks * block_size tokens, in the backend's own layout.
+    """The cache of one layer: (keys, values) for num_blocks * block_size tokens, in the layout of `backend`.
 
-    `spec.dtype`, where given, wins over `dtype`. The pair is for `Attention.kv_cache`; nothing else should look inside.
+    `spec.dtype`, where given, wins over `dtype`. The pair is for the `kv_cache` of an `Attention` with that `backend`;
+    nothing else should look inside.
     """
-    return sdpa.allocate_kv_cache(
+    return backend.allocate_kv_cache(
         num_blocks * block_size, spec.num_kv_heads, spec.head_size, spec.dtype or dtype, torch.device(device)
     )
 
@@ -54,10 +61,12 @@ class Attention(nn.Module):
         sliding_window: A token sees itself and the `sliding_window - 1` tokens before it; None for all before it.
         prefix: The layer's name in the model.
 
-    The runner sets `kv_cache` (see `allocate_kv_cache`) and `cache_group`, the layer's place among the layouts of a
-    context, and publishes a ForwardContext for the step. Without a context
-    the batch is one sequence from position 0. With a context but no cache, each request must be new in this step.
+    The engine sets `kv_cache` (see `allocate_kv_cache`), the `backend` that it is for, and `cache_group`, the layer's
+    place among the layouts of a context; it publishes a ForwardContext for each step. Without a context the batch is
+    one sequence from position 0. With a context but no cache, each request must be new in this step.
     """
+
+    opaque_name: str = ""
 
     def __init__(
         self,
@@ -76,6 +85,7 @@ class Attention(nn.Module):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.sliding_window = sliding_window
         self.prefix = prefix
+        self.backend: AttentionBackend = sdpa
         self.kv_cache: KVCache | None = None
         self.cache_group = 0
         if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
@@ -99,15 +109,18 @@ class Attention(nn.Module):
 
         Returns [num_tokens, num_heads * head_size].
         """
-        plan = sdpa.plan_step(
-            get_forward_context(),
-            query,
-            self.sliding_window,
-            key.shape[1],
-            group=self.cache_group,
-            cached=self.kv_cache is not None,
-        )
-        return sdpa.attend(query, key, value, self.kv_cache, plan, self.num_kv_heads, self.head_size, self.scale)
+        if self.opaque_name and torch.compiler.is_compiling():
+            result: Tensor = torch.ops.torchplug.attention(query, key, value, self.opaque_name)
+            return result
+        return self.attend(query, key, value)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`forward`, also where it is called from a compiled graph."""
+        context = get_forward_context()
+        # The reference attends what the batch itself holds; every other backend reads the cache.
+        backend = sdpa if context is None or self.kv_cache is None else self.backend
+        plan = backend.plan_step(context, query, key, value, self.kv_cache, self.sliding_window, group=self.cache_group)
+        return backend.attend(query, key, value, self.kv_cache, plan, self.num_kv_heads, self.head_size, self.scale)
 
     def extra_repr(self) -> str:
         return (

@@ -20,14 +20,18 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from torchplug.layers.native import native_kernels_allowed
+
 
 def packed(weight: Tensor) -> Tensor | None:
     """`weight` [out, in] in oneDNN's layout, in memory of its own; None where this machine, build or dtype has no such
-    path.
+    path, or where the model is to be compiled.
 
     The result keeps shape and dtype, serves `linear` only, and gives the plain matrix back through `.to_dense()`.
     """
     if not weight.is_cpu or weight.layout is not torch.strided or not _supported(weight.dtype):
+        return None
+    if not native_kernels_allowed():
         return None
     _release_freed_memory()()
     result: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)

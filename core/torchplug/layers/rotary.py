@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchplug.forward_context import get_forward_context
+from torchplug.layers.cpu import kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,9 @@ def apply_rotary(x: Tensor, rotation: Rotation, head_size: int) -> Tensor:
 
     Returns [num_tokens, heads * head_size], contiguous.
     """
+    native = kernels.rotary(x, rotation.cos, rotation.sin, head_size, rotation.interleaved)
+    if native is not None:
+        return native
     num_tokens, width = x.shape
     rotary_dim = rotation.cos.shape[-1]
     heads = x.view(num_tokens, -1, head_size)

@@ -1,4 +1,5 @@
-"""The attention backend in plain PyTorch: `scaled_dot_product_attention` over slices of the cache.
+"""The attention backend for CPU, and in plain PyTorch for any device: a kernel of our own for requests with one new
+token where there is one, `scaled_dot_product_attention` over slices of the cache otherwise.
 
 A step is planned once, on first use by a layer, and executed by every layer with the same window. The cache is [1,
 num_kv_heads, slots, head_size] in the shape that SDPA takes, in memory slot by slot, so that writing a token touches
@@ -9,12 +10,19 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchplug.forward_context import BlockLayout, ForwardContext
+from torchplug.layers.cpu import kernels
+from torchplug.layers.cpu.kernels import PagedStep
+
+name: Final = "scaled_dot_product_attention"
+block_multiple: Final = 1
+replayable: Final = False
 
 
 def allocate_kv_cache(
@@ -88,7 +96,7 @@ class _Part:
     start: int
     num_tokens: int
     decode: bool
-    keys: _Run | _Gathered | _Stride
+    keys: _Run | _Gathered | _Stride | PagedStep
     causal: bool = False
     mask: Tensor | None = None
 
@@ -104,24 +112,32 @@ class StepPlan:
 
 class _Latest(threading.local):
     context: ForwardContext | None = None
-    plans: dict[tuple[int | None, int, torch.dtype, bool], StepPlan]
+    plans: dict[tuple[int | None, int, torch.dtype, bool, bool], StepPlan]
 
 
 _latest = _Latest()
 
 
 def plan_step(
-    context: ForwardContext | None, query: Tensor, window: int | None, key_width: int, *, group: int, cached: bool
+    context: ForwardContext | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: tuple[Tensor, Tensor] | None,
+    window: int | None,
+    *,
+    group: int,
 ) -> StepPlan:
     """The plan for `context`, made by the first layer that asks in a step and shared by the others.
 
     Args:
         context: The step's layout; None for one sequence from position 0.
-        query: [num_tokens, ...], for its dtype and device.
+        query: As in `Attention.forward`, for dtype, device and sizes; so are key and value.
+        key: The new keys.
+        value: The new values.
+        kv_cache: The layer's. Without one, keys are those of the batch itself.
         window: The layer's sliding window.
-        key_width: num_kv_heads * head_size, for what it costs to copy keys.
         group: The layer's cache group.
-        cached: Whether the layer has a cache. Without one, keys are those of the batch itself.
     """
     if context is None:
         num_tokens = query.shape[0]
@@ -129,15 +145,17 @@ def plan_step(
     if _latest.context is not context:
         _latest.context = context
         _latest.plans = {}
-    key = (window, group, query.dtype, cached)
-    plan = _latest.plans.get(key)
+    cached = kv_cache is not None
+    paged = kv_cache is not None and kernels.pages(query, key, value, kv_cache[0])
+    name = (window, group, query.dtype, cached, paged)
+    plan = _latest.plans.get(name)
     if plan is None:
         if cached:
             layout = context.more_groups[group - 1] if group else context
-            plan = _plan(context, layout, query, window, key_width * query.element_size())
+            plan = _plan(context, layout, query, window, None if paged else key.shape[1] * query.element_size())
         else:
             plan = _plan_uncached(context, query, window)
-        _latest.plans[key] = plan
+        _latest.plans[name] = plan
     return plan
 
 
@@ -152,6 +170,10 @@ def attend(
     scale: float,
 ) -> Tensor:
     """Store the new keys and values, then attend. Shapes as in `Attention.forward`."""
+    first = plan.parts[0] if plan.parts else None
+    if first is not None and isinstance(first.keys, PagedStep) and len(plan.parts) == 1:
+        assert kv_cache is not None
+        return kernels.paged_attention(first.keys, query, key, value, *kv_cache, num_kv_heads, head_size, scale)
     num_tokens = query.shape[0]
     new_keys = key.reshape(1, num_tokens, num_kv_heads, head_size).transpose(1, 2)
     new_values = value.reshape(1, num_tokens, num_kv_heads, head_size).transpose(1, 2)
@@ -169,8 +191,12 @@ def attend(
         return _attend_part(query, keys, values, plan.parts[0], scale)
     result = torch.empty_like(query)
     for part in plan.parts:
-        rows = query.narrow(0, part.start, part.num_tokens)
-        result.narrow(0, part.start, part.num_tokens).copy_(_attend_part(rows, keys, values, part, scale))
+        rows = slice(part.start, part.start + part.num_tokens)
+        if isinstance(part.keys, PagedStep):
+            new = query[rows], key[rows], value[rows]
+            result[rows] = kernels.paged_attention(part.keys, *new, keys, values, num_kv_heads, head_size, scale)
+        else:
+            result[rows] = _attend_part(query[rows], keys, values, part, scale)
     return result
 
 
@@ -206,6 +232,7 @@ def attend(
 def _attend_part(query: Tensor, keys: Tensor, values: Tensor, part: _Part, scale: float) -> Tensor:
     """query: [num_tokens, heads * head_size] -> the same shape."""
     num_tokens = query.shape[0]
+    assert not isinstance(part.keys, PagedStep)
     keys, values = part.keys.of(keys), part.keys.of(values)
     num_kv_heads, head_size = keys.shape[1], keys.shape[3]
     if part.decode:
@@ -234,9 +261,18 @@ class _Decode:
 
 
 def _plan(
-    context: ForwardContext, layout: ForwardContext | BlockLayout, query: Tensor, window: int | None, key_bytes: int
+    context: ForwardContext,
+    layout: ForwardContext | BlockLayout,
+    query: Tensor,
+    window: int | None,
+    key_bytes: int | None,
 ) -> StepPlan:
+    """`key_bytes`: what a token's keys take, for what it costs to copy them; None where the native kernel reads them in
+    place."""
     size = context.block_size
+    if key_bytes is None and min(context.query_lens_host) == max(context.query_lens_host) == 1:
+        step = PagedStep(layout.block_tables, context.seq_lens, layout.slot_mapping, size, window)
+        return StepPlan(None, (_Part(0, step.requests, True, step),))
     parts: list[_Part] = []
     decodes: list[_Decode] = []  # those right before `start`
     start = 0
@@ -249,12 +285,12 @@ def _plan(
         if new == 1:
             decodes.append(_Decode(request, first, length, run))
         else:
-            parts += _decode_parts(context, layout, query, start, decodes, key_bytes)
+            parts += _decode_parts(context, layout, query, start, decodes, window, key_bytes)
             decodes = []
             keys = run or _gathered(context, layout, [_Decode(request, first, length, None)])
             parts.append(_prompt_part(start, new, length, first, keys, query, window))
         start += new
-    parts += _decode_parts(context, layout, query, start, decodes, key_bytes)
+    parts += _decode_parts(context, layout, query, start, decodes, window, key_bytes)
     return StepPlan(_write(context, layout), tuple(parts))
 
 
@@ -264,10 +300,18 @@ def _decode_parts(
     query: Tensor,
     stop: int,
     decodes: list[_Decode],
-    key_bytes: int,
+    window: int | None,
+    key_bytes: int | None,
 ) -> list[_Part]:
     """Parts for requests with one new token each, whose tokens are the last ones before `stop`."""
     start, count = stop - len(decodes), len(decodes)
+    if key_bytes is None:
+        if not count:
+            return []
+        lengths = torch.tensor([decode.length for decode in decodes], dtype=torch.int32)
+        slots = layout.slot_mapping[start:stop]
+        step = PagedStep(_tables(layout, decodes), lengths, slots, context.block_size, window)
+        return [_Part(start, count, True, step)]
     if count > 1:
         if stride := _stride(decodes):
             return [_Part(start, count, True, stride)]
@@ -343,19 +387,23 @@ def _prompt_part(
 def _gathered(context: ForwardContext, layout: ForwardContext | BlockLayout, decodes: list[_Decode]) -> _Gathered:
     """The slots of these requests' keys, padded to the longest with each one's own first slot."""
     size, device = context.block_size, layout.block_tables.device
-    tables = layout.block_tables
-    if len(decodes) < len(tables):
-        first, last = decodes[0].request, decodes[-1].request
-        if last - first + 1 == len(decodes):
-            tables = tables[first : last + 1]
-        else:  # requests without a new token lie between
-            tables = tables[torch.tensor([decode.request for decode in decodes], device=device)]
+    tables = _tables(layout, decodes)
     firsts = torch.tensor([[decode.first] for decode in decodes], device=device)
     lengths = torch.tensor([[decode.length] for decode in decodes], device=device)
     places = firsts + torch.arange(max(decode.length - decode.first for decode in decodes), device=device)
     places = torch.where(places < lengths, places, firsts)
     blocks = tables.gather(1, places.div(size, rounding_mode="floor"))
     return _Gathered((blocks * size + places % size).flatten(), len(decodes))
+
+
+def _tables(layout: ForwardContext | BlockLayout, decodes: list[_Decode]) -> Tensor:
+    """The block tables of these requests, a row each."""
+    tables = layout.block_tables
+    first, last = decodes[0].request, decodes[-1].request
+    if last - first + 1 == len(decodes):
+        return tables[first : last + 1]
+    # Requests without a new token lie between.
+    return tables[torch.tensor([decode.request for decode in decodes], device=tables.device)]
 
 
 def _write(context: ForwardContext, layout: ForwardContext | BlockLayout) -> int | Tensor:

@@ -243,7 +243,7 @@ class _Steps:
             max_num_batched_tokens=_SLOTS * _TOTAL,
         )
         groups = [(group.window, group.num_blocks) for group in cache.groups]
-        self._blocks = BlockManager(groups, _BLOCK_SIZE, prefix_caching=False)
+        self._blocks = BlockManager(groups, cache.block_size, prefix_caching=False)
         self._requests: dict[int, Request] = {}  # by slot
 
     def need_a_cache(self) -> None:

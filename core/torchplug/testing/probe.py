@@ -117,6 +117,13 @@ def imported(request: dict[str, Any]) -> dict[str, Any]:
 
 def _load_what_plugins_build_on() -> None:
     """What a plugin may import without an effect of its own."""
+    from torchplug.errors import PluginError
+    from torchplug.host.torch_import import import_torch
+
+    try:
+        import_torch()
+    except PluginError:  # the asking process meets the same, and says it
+        sys.exit(1)
     import torch
     import torch.nn.functional
 

@@ -1,0 +1,276 @@
+"""The native kernels as functions of tensors.
+
+`linear`, `rms_norm`, ... are asked once, at load, and give a function that computes, or None where this machine, build
+or dtype has no kernel. A function takes what its layer takes; where the kernel cannot read the tensors it is given
+(another dtype or device; traced, compiled or differentiated), it computes with torch, or gives None for the layer to do
+so.
+
+A call costs what its Python costs, 3 to 6 us, and a small model's step has a hundred: what stays the same lies in a
+structure, and tensors are made and asked by the cheapest calls there are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchplug.layers.cpu.build import library
+from torchplug.layers.native import native_kernels_allowed
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+MOST_ROWS = 256
+"""Rows above which F.linear is as fast: it then spends little of its time on rearranging the weight."""
+
+_CODES = {torch.float32: 0, torch.bfloat16: 1}
+_empty, _threads, _compiling = torch.empty, torch.get_num_threads, torch.compiler.is_compiling
+
+
+def readable(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a kernel for `dtype` may be given the memory of `x`."""
+    return x.dtype is dtype and x.is_cpu and type(x) is Tensor and not x.requires_grad and not _compiling()
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (("in_features", c_int64), ("out_features", c_int64), ("dtype", c_int))
+
+
+def linear(weight: Tensor) -> Product | None:
+    """`F.linear` for weights [out, in] like this one, read where they lie; None where there is no kernel, or the
+    model is to be compiled."""
+    code = _CODES.get(weight.dtype)
+    usable = weight.is_cpu and code is not None and native_kernels_allowed()
+    run = _function("torchplug_linear") if usable else None
+    if run is None:
+        return None
+    dtype, (out_features, in_features) = weight.dtype, weight.shape
+    matrix = _Matrix(in_features, out_features, code)
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None, matrix: _Matrix = matrix) -> Tensor:
+        shape = x.shape
+        rows = shape[0] if len(shape) == 2 else shape[:-1].numel()
+        if rows > MOST_ROWS or not readable(x, dtype) or shape[-1] != in_features or not weight.is_contiguous():
+            return F.linear(x, weight, bias)
+        if not x.is_contiguous():
+            x = x.contiguous()
+        y = _empty(rows, out_features, dtype=dtype)
+        added = None if bias is None else bias.data_ptr()
+        run(address, weight.data_ptr(), added, x.data_ptr(), y.data_ptr(), rows, _threads())
+        return y if len(shape) == 2 else y.view(*shape[:-1], out_features)
+
+    address = ctypes.addressof(matrix)
+    return product
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("size", c_int64), ("eps", c_float), ("dtype", c_int))
+
+
+def rms_norm(
+    weight: Tensor, eps: float
+) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor] | None] | None:
+    """(x, weight, residual) -> (normalised, x + residual) for weights like this one; None where there is no kernel, or
+    the model is to be compiled."""
+    code = _CODES.get(weight.dtype)
+    usable = weight.is_cpu and code is not None and native_kernels_allowed()
+    run = _function("torchplug_rms_norm") if usable else None
+    if run is None:
+        return None
+    dtype, size, (features,) = weight.dtype, weight.element_size(), weight.shape
+    norm = _Norm(features, eps, code)
+
+    def normalise(
+        x: Tensor, weight: Tensor, residual: Tensor | None, norm: _Norm = norm
+    ) -> tuple[Tensor, Tensor] | None:
+        shape, strides = x.shape, x.stride()
+        if not readable(x, dtype) or shape[-1] != features or strides[-1] != 1:
+            return None
+        if len(shape) == 2:
+            outer, inner, outer_stride, inner_stride = shape[0], 1, strides[0] * size, 0
+        elif len(shape) == 3:
+            outer, inner, outer_stride, inner_stride = shape[0], shape[1], strides[0] * size, strides[1] * size
+        else:
+            return None
+        out = _empty(*shape, dtype=dtype)
+        if residual is None:
+            run(
+                address, weight.data_ptr(), x.data_ptr(), outer, inner, outer_stride, inner_stride,
+                None, out.data_ptr(), None, _threads(),
+            )  # fmt: skip
+            return out, x
+        if not readable(residual, dtype) or residual.shape != shape or not residual.is_contiguous():
+            return None
+        summed = _empty(*shape, dtype=dtype)
+        run(
+            address, weight.data_ptr(), x.data_ptr(), outer, inner, outer_stride, inner_stride,
+            residual.data_ptr(), out.data_ptr(), summed.data_ptr(), _threads(),
+        )  # fmt: skip
+        return out, summed
+
+    address = ctypes.addressof(norm)
+    return normalise
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor | None:
+    """`silu(gate) * up` of [rows, 2 * n]; None where there is no kernel for this tensor."""
+    dtype, shape = gate_up.dtype, gate_up.shape
+    if not readable(gate_up, dtype) or len(shape) != 2 or shape[1] % 2 or not gate_up.is_contiguous():
+        return None
+    run, code = _function("torchplug_silu_and_mul"), _CODES.get(dtype)
+    if run is None or code is None:
+        return None
+    rows, size = shape[0], shape[1] // 2
+    out = _empty(rows, size, dtype=dtype)
+    run(gate_up.data_ptr(), out.data_ptr(), rows, size, _threads(), code)
+    return out
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, interleaved: bool) -> Tensor | None:
+    """`apply_rotary`, cos and sin being [rows, 1, rotary_dim]; None where there is no kernel for these tensors."""
+    dtype = x.dtype
+    if not readable(x, dtype) or not readable(cos, dtype) or not readable(sin, dtype):
+        return None
+    run, code = _function("torchplug_rotary"), _CODES.get(dtype)
+    if run is None or code is None or not cos.is_contiguous() or not sin.is_contiguous():
+        return None
+    (rows, width), (row_stride, stride), (turned, _, rotary_dim) = x.shape, x.stride(), cos.shape
+    if stride != 1 or width % head_size or turned != rows or sin.shape != cos.shape:
+        return None
+    out = _empty(rows, width, dtype=dtype)
+    run(
+        x.data_ptr(), row_stride * x.element_size(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
+        rows, width // head_size, head_size, rotary_dim, interleaved, _threads(), code,
+    )  # fmt: skip
+    return out
+
+
+def argmax(x: Tensor) -> Tensor | None:
+    """int64 [rows], the first index of each row's maximum, -1 for a row with a NaN; None where there is no kernel."""
+    if not readable(x, x.dtype) or not x.is_contiguous():
+        return None
+    run, code = _function("torchplug_argmax"), _CODES.get(x.dtype)
+    if run is None or code is None:
+        return None
+    rows, size = x.shape
+    out = _empty(rows, dtype=torch.int64)
+    run(x.data_ptr(), rows, size, out.data_ptr(), _threads(), code)
+    return out
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("tables", c_void_p),
+        ("lengths", c_void_p),
+        ("slots", c_void_p),
+        ("requests", c_int64),
+        ("table_width", c_int64),
+        ("block_size", c_int64),
+        ("window", c_int64),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (("kv_heads", c_int64), ("group", c_int64), ("head_size", c_int64), ("scale", c_float), ("dtype", c_int))
+
+
+class PagedStep:
+    """One new token for each of `len(lengths)` requests, for all layers of one cache group and window.
+
+    Args:
+        tables: int32 [requests, blocks], block ids.
+        lengths: int32 [requests], tokens of each request with the new one.
+        slots: int64 [requests], where the new keys and values go.
+        block_size: Tokens of a block.
+        window: Only so many last tokens are seen; None for all.
+    """
+
+    __slots__ = ("_tensors", "address", "requests", "structure")
+
+    def __init__(self, tables: Tensor, lengths: Tensor, slots: Tensor, block_size: int, window: int | None) -> None:
+        self._tensors = tables.contiguous(), lengths.contiguous(), slots.contiguous()
+        self.requests = len(lengths)
+        self.structure = _Step(
+            *[tensor.data_ptr() for tensor in self._tensors], self.requests, tables.shape[1], block_size, window or 0
+        )
+        self.address = ctypes.addressof(self.structure)
+
+
+def pages(query: Tensor, key: Tensor, value: Tensor, keys: Tensor) -> bool:
+    """Whether `paged_attention` can be given tensors like these, `keys` being the cache's."""
+    dtype = query.dtype
+    return (
+        readable(query, dtype)
+        and key.dtype is value.dtype is keys.dtype is dtype
+        and dtype in _CODES
+        and _function("torchplug_paged_attention") is not None
+    )
+
+
+def paged_attention(
+    step: PagedStep,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_kv_heads: int,
+    head_size: int,
+    scale: float,
+) -> Tensor:
+    """Store the new keys and values, attend each query to its request's cached tokens.
+
+    query: [requests, heads * head_size], key and value: [requests, num_kv_heads * head_size], rows anywhere. keys and
+    values: the cache, in memory [slots, num_kv_heads, head_size]. Raises MemoryError.
+    """
+    run, dtype, width, size = _function("torchplug_paged_attention"), query.dtype, query.shape[1], query.element_size()
+    assert run is not None
+    (query_stride, a), (key_stride, b), (value_stride, c) = query.stride(), key.stride(), value.stride()
+    if a != 1 or b != 1 or c != 1:
+        contiguous = query.contiguous(), key.contiguous(), value.contiguous()
+        return paged_attention(step, *contiguous, keys, values, num_kv_heads, head_size, scale)
+    out = _empty(step.requests, width, dtype=dtype)
+    failed = run(
+        step.address, _layer(num_kv_heads, width // (num_kv_heads * head_size), head_size, scale, _CODES[dtype]),
+        query.data_ptr(), query_stride * size, key.data_ptr(), key_stride * size, value.data_ptr(), value_stride * size,
+        keys.data_ptr(), values.data_ptr(), out.data_ptr(), _threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError("no memory for the partial results of attention")
+    return out
+
+
+_layers: list[_Layer] = []
+
+
+@cache
+def _layer(num_kv_heads: int, group: int, head_size: int, scale: float, code: int) -> int:
+    """The address of a structure that lives as long as the process."""
+    _layers.append(_Layer(num_kv_heads, group, head_size, scale, code))
+    return ctypes.addressof(_layers[-1])
+
+
+_ARGUMENTS = {
+    "torchplug_linear": 7,
+    "torchplug_rms_norm": 11,
+    "torchplug_silu_and_mul": 6,
+    "torchplug_rotary": 12,
+    "torchplug_argmax": 6,
+    "torchplug_paged_attention": 12,
+}
+
+
+@cache
+def _function(name: str) -> Callable[..., int] | None:
+    native = library()
+    if native is None:
+        return None
+    function = native[name]
+    # Every argument is an integer or an address; one type for all is what ctypes converts fastest.
+    function.argtypes = [c_void_p] * _ARGUMENTS[name]
+    return function
