@@ -56,6 +56,7 @@ def load_image(source: Any, where: str = "image") -> Image:
     if isinstance(source, pil.Image.Image):
         return _rgb(source, where)
     if isinstance(source, (str, os.PathLike)):
+        where = _named(where, source)
         with _opened(source, where, _IMAGE_FIX) as image:
             return _rgb(image, where)
     _refuse(where, f"is a {type(source).__name__}", _IMAGE_FIX)
@@ -78,7 +79,7 @@ def load_video(source: Any, where: str = "video") -> Video:
         source, metadata = source
         fps = _fps_of(metadata, where)
     if isinstance(source, (str, os.PathLike)):
-        return _video_file(source, where)
+        return _video_file(source, _named(where, source))
     if isinstance(source, np.ndarray) and source.ndim != 4:
         _refuse(where, f"is an array of shape {list(source.shape)}", _VIDEO_FIX)
     if not isinstance(source, (np.ndarray, Sequence)):
@@ -160,7 +161,6 @@ def _opened(source: str | os.PathLike[str], where: str, fix: str) -> Any:
     """The file or data URL as Pillow's image; use it in a `with`."""
     pil = _pillow(where)
     name = os.fspath(source)
-    where = f"{where} ({_shown(name)})"
     if name.startswith(("http://", "https://")):
         _refuse(where, "is a URL, and nothing is fetched", "download it and pass its path")
     try:
@@ -176,11 +176,12 @@ def _opened(source: str | os.PathLike[str], where: str, fix: str) -> Any:
         _refuse(where, f"cannot be read: {text}", fix)
 
 
-def _shown(name: str) -> str:
-    """The end of a long path, where the file's name is; the beginning of a data URL."""
-    if len(name) <= 60:
-        return name
-    return f"{name[:57]}..." if name.startswith("data:") else f"...{name[-57:]}"
+def _named(where: str, source: str | os.PathLike[str]) -> str:
+    """The item with the end of its path, where the file's name is, or the beginning of its data URL."""
+    name = os.fspath(source)
+    if len(name) > 60:
+        name = f"{name[:57]}..." if name.startswith("data:") else f"...{name[-57:]}"
+    return f"{where} ({name})"
 
 
 def _data_of(url: str, where: str) -> bytes:
