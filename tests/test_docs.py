@@ -91,8 +91,9 @@ def test_the_page_describes_the_hooks_of_each_phase_and_no_others():
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_what_the_page_says_of_the_engine_is_true(name):
-    """As far as a search can tell: the engine calls a hook by its name, through `hooks`."""
-    source = "".join(file.read_text() for file in ROOT.glob("core/torchplug/engine/**/*.py"))
+    """As far as a search can tell: the engine, or what it asks of recurrent layers, calls a hook through `hooks`."""
+    files = [*ROOT.glob("core/torchplug/engine/**/*.py"), ROOT / "core/torchplug/host/recurrent_layers.py"]
+    source = "".join(file.read_text() for file in files)
     called = re.search(rf"\bhooks\.{name}\b", source) is not None
     (line,) = re.findall(r"^- \*\*Engine\*\*: (.*)$", SECTIONS[heading(name)], re.MULTILINE)
     assert line.startswith("not called yet; for ") is not called

@@ -155,11 +155,33 @@ class SchedulerConfig:
 
 
 @dataclass(slots=True)
+class EPLBConfig:
+    """The expert load balancer: `num_redundant_experts` are physical experts of a layer beyond one for each logical
+    one."""
+
+    num_redundant_experts: int = 0
+
+
+@dataclass(slots=True)
 class ParallelConfig:
-    """How many processes share one model."""
+    """How many processes share one model, and which of them, from 0, this one is (`rank`).
+
+    With `enable_expert_parallel` the processes hold whole experts, each some of them; without it every process holds
+    all experts.
+    """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    rank: int = 0
+    enable_expert_parallel: bool = False
+    eplb_config: EPLBConfig = field(default_factory=EPLBConfig)
+
+
+@dataclass(slots=True)
+class SpeculativeConfig:
+    """Most draft tokens that a step verifies; recurrent layers keep room to take so many back."""
+
+    num_speculative_tokens: int
 
 
 @dataclass(slots=True)

@@ -80,6 +80,10 @@ class DeviceError(TorchplugError):
     """A device or dtype was asked for that this machine does not have."""
 
 
+class ParallelConfigError(TorchplugError, ValueError):
+    """A model cannot be spread over processes in the way that the parallel settings ask for."""
+
+
 class RequestError(TorchplugError, ValueError):
     """One request (a prompt, its parameters, its inputs) is not acceptable; other requests go on."""
 

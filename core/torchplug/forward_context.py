@@ -71,6 +71,9 @@ class ForwardContext:
         state_slots: int64 [num_reqs], the slot of each request in the state tensors of recurrent layers, -1 for a
             padding row; None in a model without such layers.
         state_slots_host: The same on the host.
+        num_padding_tokens: Rows at the end of the flat batch that belong to no request.
+        record_expert_load: Whether mixture-of-experts layers count this step's tokens for the load balancer; False for
+            a dummy step.
     """
 
     query_start_loc: Tensor
@@ -84,6 +87,8 @@ class ForwardContext:
     more_groups: tuple[BlockLayout, ...] = ()
     state_slots: Tensor | None = None
     state_slots_host: tuple[int, ...] = ()
+    num_padding_tokens: int = 0
+    record_expert_load: bool = True
 
 
 class _Current(threading.local):

@@ -17,6 +17,7 @@ from torchplug.layers import (
     ParallelLMHead,
     QKVParallelLinear,
     RMSNorm,
+    RotaryEmbedding,
     Rotation,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -51,17 +52,20 @@ class LlamaAttention(nn.Module):
         self.q_size, self.kv_size = self.qkv_proj.q_size, self.qkv_proj.kv_size
 
     def forward(self, hidden_states: Tensor, rotation: Rotation) -> Tensor:
-        qk, value = self.qkv_proj(hidden_states).split((self.q_size + self.kv_size, self.kv_size), dim=-1)
-        query, key = apply_rotary(qk, rotation, self.head_size).split((self.q_size, self.kv_size), dim=-1)
+        qk, value = self.qkv_proj(hidden_states).split_with_sizes((self.q_size + self.kv_size, self.kv_size), -1)
+        query, key = apply_rotary(qk, rotation, self.head_size).split_with_sizes((self.q_size, self.kv_size), -1)
         return self.o_proj(self.attn(query, key, value))
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, config: Any, *, bias: bool) -> None:
+    """A gated MLP; `intermediate_size` None is the config's."""
+
+    def __init__(self, config: Any, *, bias: bool, intermediate_size: int | None = None) -> None:
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [config.intermediate_size] * 2, bias)
+        inner = config.intermediate_size if intermediate_size is None else intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [inner] * 2, bias)
         self.act_fn = get_act_and_mul(config.hidden_act)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, bias)
+        self.down_proj = RowParallelLinear(inner, config.hidden_size, bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_up_proj(hidden_states)))
@@ -81,10 +85,10 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, config: Any, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        self.rotary_emb = rope_from_config(config, head_size_of(config), config.max_position_embeddings)
+        self.rotary_emb = rotary_emb
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -121,7 +125,8 @@ class LlamaForCausalLM(nn.Module):
         layers = f"{prefix}.model.layers".lstrip(".")
         self.model = self.stack(
             config,
-            [self.decoder_layer(config, index, f"{layers}.{index}") for index in range(config.num_hidden_layers)],
+            self.rotary_embedding(config),
+            [self.decoder_layer(vllm_config, index, f"{layers}.{index}") for index in range(config.num_hidden_layers)],
         )
         self.lm_head = ParallelLMHead(
             config.vocab_size,
@@ -130,8 +135,14 @@ class LlamaForCausalLM(nn.Module):
         )
 
     @staticmethod
-    def decoder_layer(config: Any, index: int, prefix: str) -> nn.Module:
+    def rotary_embedding(config: Any) -> RotaryEmbedding:
+        """The rotation that all layers share."""
+        return rope_from_config(config, head_size_of(config), config.max_position_embeddings)
+
+    @staticmethod
+    def decoder_layer(vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
         """Layer `index` of the stack, which is called `prefix` in the model."""
+        config = vllm_config.model_config.hf_config
         bias = config.attention_bias
         attention = LlamaAttention(config, f"{prefix}.self_attn", qkv_bias=bias, output_bias=bias)
         return LlamaDecoderLayer(config, attention, LlamaMLP(config, bias=config.mlp_bias))

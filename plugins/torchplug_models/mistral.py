@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch import nn
+from torchplug import VllmConfig
 from torchplug.layers import layer_window
 
 from torchplug_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
@@ -33,7 +34,8 @@ class MistralForCausalLM(LlamaForCausalLM):
     }
 
     @staticmethod
-    def decoder_layer(config: Any, index: int, prefix: str) -> nn.Module:
+    def decoder_layer(vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_config
         attention = LlamaAttention(
             config,
             f"{prefix}.self_attn",

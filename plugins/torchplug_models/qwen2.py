@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch import nn
+from torchplug import VllmConfig
 from torchplug.layers import layer_window
 
 from torchplug_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
@@ -31,7 +32,8 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
     }
 
     @staticmethod
-    def decoder_layer(config: Any, index: int, prefix: str) -> nn.Module:
+    def decoder_layer(vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_config
         attention = LlamaAttention(
             config,
             f"{prefix}.self_attn",

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torchplug import VllmConfig
 from torchplug.layers import RMSNorm, Rotation, apply_rotary
 
 from torchplug_models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
@@ -27,11 +28,11 @@ class Qwen3Attention(LlamaAttention):
 
     def forward(self, hidden_states: Tensor, rotation: Rotation) -> Tensor:
         num_tokens = hidden_states.shape[0]
-        query, key, value = self.qkv_proj(hidden_states).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+        query, key, value = self.qkv_proj(hidden_states).split_with_sizes((self.q_size, self.kv_size, self.kv_size), -1)
         query = self.q_norm(query.view(num_tokens, -1, self.head_size))
         key = self.k_norm(key.view(num_tokens, -1, self.head_size))
         qk = torch.cat((query, key), dim=1).view(num_tokens, self.q_size + self.kv_size)
-        query, key = apply_rotary(qk, rotation, self.head_size).split((self.q_size, self.kv_size), dim=-1)
+        query, key = apply_rotary(qk, rotation, self.head_size).split_with_sizes((self.q_size, self.kv_size), -1)
         return self.o_proj(self.attn(query, key, value))
 
 
@@ -44,7 +45,8 @@ class Qwen3ForCausalLM(Qwen2ForCausalLM):
     }
 
     @staticmethod
-    def decoder_layer(config: Any, index: int, prefix: str) -> nn.Module:
+    def decoder_layer(vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:
+        config = vllm_config.model_config.hf_config
         attention = Qwen3Attention(
             config,
             f"{prefix}.self_attn",

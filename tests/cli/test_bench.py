@@ -154,13 +154,13 @@ def test_an_interrupt_shows_the_rounds_before_it(run, monkeypatch):
 
     monkeypatch.setattr(bench, "_timed", interrupted)
     result = run("latency", *SHORT, "--json")
-    assert result.exit_code == 130 and result.stderr.endswith("\ninterrupted after 2 of 3 rounds\n")
+    assert result.exit_code == 130 and result.stderr.rstrip().endswith("\ninterrupted after 2 of 3 rounds")
     found = json.loads(result.stdout)
     assert found["interrupted"] and len(found["rounds"]) == 2
     rounds[:] = [1, 1, 1]
     result = run("throughput", *SHORT)
     assert result.exit_code == 130 and result.stdout == ""
-    assert result.stderr.endswith("\ninterrupted before the first round was complete\n")
+    assert result.stderr.rstrip().endswith("\ninterrupted before the first round was complete")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")

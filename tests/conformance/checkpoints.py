@@ -160,7 +160,8 @@ def randomise(model: nn.Module, seed: int) -> None:
     """Fill every parameter in place: matrices with std 2 / sqrt(fan-in), biases std 0.5, norm weights in [0.5, 1.5].
 
     The fan-in of an embedding is its width: tied, it is the head's. Parameters are filled in the order of their
-    names, so a seed means the same numbers whatever order the class registers them in.
+    names, so a seed means the same numbers whatever order the class registers them in. Biases that are buffers
+    (DeepSeek-V3's, added to sigmoid scores) have std 0.1.
     """
     generator = torch.Generator().manual_seed(seed)
     owners = {f"{name}.{leaf}": module for name, module in model.named_modules() for leaf in module._parameters}
@@ -172,9 +173,14 @@ def randomise(model: nn.Module, seed: int) -> None:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 parameter.normal_(0.0, 2 / math.sqrt(_fan_in(owners[name], parameter)), generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias") and buffer.is_floating_point():
+            buffer.normal_(0.0, 0.1, generator=generator)
 
 
 def _fan_in(module: nn.Module, weight: Tensor) -> int:
+    if type(module).__name__.endswith("Experts"):
+        return weight.shape[-1]  # [experts, out, in]
     transposed = type(module).__name__ == "Conv1D"  # GPT-2's linear keeps its weight as [in, out]
     return weight.shape[0] if transposed else weight[0].numel()
 
@@ -186,9 +192,10 @@ def random_prompts(vocab_size: int, lengths: Sequence[int], *, seed: int = 0) ->
 
 
 def oracle_model(directory: Path) -> Any:
-    """transformers' model of a checkpoint directory, float32, on the CPU, plain matrix-product attention."""
+    """transformers' model of a checkpoint directory, float32, on the CPU, plain matrix-product attention and experts
+    (its grouped ones take no odd widths)."""
     return transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
+        directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
 
 

@@ -341,7 +341,7 @@ def test_the_interpreter_ends_in_the_middle_of_a_request(tiny_checkpoint):
     code = f"""
 import asyncio
 from torchplug import AsyncLLM, SamplingParams
-llm = AsyncLLM({str(tiny_checkpoint)!r}, max_model_len=4096)
+llm = AsyncLLM({str(tiny_checkpoint)!r}, max_model_len=4096, use_tqdm_on_load=False)
 async def main():
     async for _ in llm.generate("the", SamplingParams(max_tokens=4000, ignore_eos=True)):
         return print("first")

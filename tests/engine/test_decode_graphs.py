@@ -60,6 +60,7 @@ class Loaded(SimpleNamespace):
     def __init__(self, module, device, dtype, config):
         super().__init__(module=module.to(device, dtype), vllm_config=config, device=device, dtype=dtype, wrappers=())
         self.checkpoint = SimpleNamespace(generation_config={}, config={})
+        self.subject = "model 'test'"
         self.hooks = SimpleNamespace(embed_input_ids=lambda ids: module.embed[ids] + 1.0)
 
     def wrappers_of(self, hook):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torchplug.engine.llm import LLM
 from torchplug.engine.sampling_params import SamplingParams
-from torchplug.errors import CheckpointError, DeviceError, RequestError
+from torchplug.errors import CheckpointError, DeviceError, PluginError, RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 CHAT = [{"role": "user", "content": "the capital of France"}]
@@ -313,7 +313,7 @@ def test_a_failing_step_ends_the_call_and_leaves_the_llm_usable(llm, monkeypatch
     next(other)
     with monkeypatch.context() as patch:
         patch.setattr(llm.model.module, "compute_logits", lambda hidden: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(PluginError, match="ZeroDivisionError"):
             llm.generate(["the"] * 9, GREEDY)
     assert not llm.llm_engine.has_unfinished_requests()
     with pytest.raises(RequestError, match="1 were dropped"):

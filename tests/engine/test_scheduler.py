@@ -58,6 +58,13 @@ def check(scheduler: Scheduler, alive: dict[str, Request]) -> None:
                 named.update(table.ids[table.first :])
         assert named == Counter({block: n for block, n in enumerate(pool._holders) if n})
         assert pool.num_held == len(named)
+    if manager.snapshots is not None:
+        own = [request.checkpoints for request in alive.values() if request.checkpoints is not None]
+        named = Counter(slot for each in own for slot in (each.source, each.target) if slot is not None)
+        pool = manager.snapshots.pool
+        assert named == Counter({slot: n for slot, n in enumerate(pool._holders) if n})
+        coming = {id(request) for request in manager.snapshots._coming.values()}
+        assert coming <= {id(request) for request in alive.values() if request.slot is not None}
     running = [request for request in alive.values() if request.slot is not None]
     assert {id(request) for request in running} == {id(request) for request in scheduler._running}
     assert len(running) + scheduler.num_waiting == len(alive)
@@ -66,12 +73,17 @@ def check(scheduler: Scheduler, alive: dict[str, Request]) -> None:
 
 @pytest.mark.parametrize("groups", [[(None, 12)], [(None, 12), (6, 8)], [(5, 8)], []], ids=str)
 @pytest.mark.parametrize("caching", [True, False])
-def test_ten_thousand_random_additions_aborts_and_steps_lose_no_block(groups, caching):
-    """8 times 1250 sequences of up to 60 actions, each ending idle."""
-    for seed in range(1250):
+@pytest.mark.parametrize("states", [False, True], ids=["", "states"])
+def test_ten_thousand_random_additions_aborts_and_steps_lose_no_block(groups, caching, states):
+    """16 times 700 sequences of up to 60 actions, each ending idle."""
+    for seed in range(700):
         choose = random.Random(seed)
         scheduler = scheduler_of(
-            groups, budget=choose.randint(1, 12), seqs=choose.randint(1, 4), prefix_caching=caching
+            groups,
+            budget=choose.randint(1, 12),
+            seqs=choose.randint(1, 4),
+            prefix_caching=caching,
+            state_snapshots=choose.randint(0, 6) if states else None,
         )
         alive: dict[str, Request] = {}
         arrived = 0
@@ -95,6 +107,7 @@ def test_ten_thousand_random_additions_aborts_and_steps_lose_no_block(groups, ca
             steps += 1
             assert steps < 3000, "requests starve"
         check(scheduler, alive)
+        assert scheduler._blocks.snapshots is None or not scheduler._blocks.snapshots._coming
         assert scheduler._blocks.num_held == 0 and scheduler.num_running == scheduler.num_waiting == 0
 
 

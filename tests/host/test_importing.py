@@ -79,16 +79,16 @@ def test_a_missing_module_is_looked_up_in_what_the_distribution_requires(site, r
 
 
 @pytest.mark.parametrize("kind", ["package", "module"])
-def test_a_directory_that_hides_the_package_is_named(site, tmp_path, monkeypatch, kind):
+def test_a_directory_that_hides_the_package_is_named(site, kind):
     row = row_of(site, "class Plug: ...\n")
-    here = tmp_path / "here"
+    here = site.root / "here"  # inside, so that what is imported from it is forgotten too
     here.mkdir()
     culprit = here / ("plug" if kind == "package" else "plug.py")
     if kind == "package":
         culprit.mkdir()
         culprit = culprit / "__init__.py"
     culprit.write_text("")
-    monkeypatch.syspath_prepend(here)
+    sys.path.insert(0, str(here))  # the site's own list, which goes with it
     problem = problem_of(row)
     shown = here / ("plug" if kind == "package" else "plug.py")
     assert f"Python takes {shown} for the package 'plug'" in problem.says

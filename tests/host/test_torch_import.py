@@ -35,7 +35,8 @@ def test_a_package_with_malformed_entry_points_is_named(site, text):
         assert "pip uninstall broken-thing" in done.stderr and f"{SWITCH}=0" in done.stderr
     found = json.loads(run(site, "-m", "torchplug", "show", "LlamaForCausalLM", "--import", "--json").stdout)
     assert found["error"] == "PluginError"
-    code = "from torchplug import *\ntry: Host().load('demo')\nexcept PluginError as e: print(e.problems[0].where)"
+    code = "from torchplug import Host, PluginError\n"
+    code += "try: Host().load('demo')\nexcept PluginError as error: print(error.problems[0].where)"
     assert run(site, "-c", code).stdout.startswith("broken-thing==1.0 (")
     well = run(site, "-m", "torchplug", "show", "LlamaForCausalLM", "--import", **{SWITCH: "0"})
     assert well.returncode == 0, well.stderr

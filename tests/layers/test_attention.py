@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torchplug.forward_context import ForwardContext, set_forward_context
 from torchplug.layers import Attention, KVCacheSpec, allocate_kv_cache
 
+pytestmark = pytest.mark.usefixtures("kernels_or_torch")
+
 SHAPES = [(5, 1, 24), (6, 2, 8), (3, 3, 16), (9, 3, 64)]
 
 

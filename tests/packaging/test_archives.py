@@ -30,14 +30,15 @@ def test_the_wheel_has_its_packages_types_licence_and_nothing_else(built):
     assert {name.parts[0] for name in names} == {"torchplug", "torchplug_models", info}
     assert PurePosixPath("torchplug/py.typed") in names
     assert PurePosixPath(info, "licenses/LICENSE") in names
-    assert {name.suffix for name in names if name.parts[0] != info} == {".py", ".typed"}
+    assert {name.suffix for name in names if name.parts[0] != info} == {".py", ".typed", ".c", ".h"}
     assert not [name for name in names if "tests" in name.parts or name.name.startswith(("test_", "conftest"))]
 
 
-def test_the_wheel_has_every_module_of_the_checkout(built):
+def test_the_wheel_has_every_module_and_kernel_of_the_checkout(built):
     packages = {"torchplug": ROOT / "core", "torchplug_models": ROOT / "plugins"}
     for package, tree in packages.items():
-        sources = {PurePosixPath(path.relative_to(tree)) for path in (tree / package).rglob("*.py")}
+        files = [path for kind in ("*.py", "*.c", "*.h") for path in (tree / package).rglob(kind)]
+        sources = {PurePosixPath(path.relative_to(tree)) for path in files}
         assert sources and sources <= names_in(built["torchplug"].wheel)
 
 

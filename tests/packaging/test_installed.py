@@ -94,6 +94,15 @@ def test_the_requirements_of_both_wheels_are_all_they_need(environment):
     assert "No broken requirements found" in environment.pip("check")
 
 
+def test_the_kernels_are_compiled_from_the_sources_in_the_wheel(environment, tmp_path):
+    program = f"""if True:
+        import os
+        os.environ |= {{"XDG_CACHE_HOME": {str(tmp_path)!r}, "TORCHPLUG_KERNELS": "native"}}
+        from torchplug.layers.cpu import build
+        print(build.library() is not None)"""
+    assert environment.python(program) == "True"
+
+
 def test_list_shows_both_with_distribution_and_version(environment):
     rows = architectures(environment)
     assert {name: (row["distribution"], row["version"]) for name, row in rows.items()} == OFFERED

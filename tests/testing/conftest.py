@@ -10,20 +10,21 @@ from pathlib import Path
 import importlib_metadata
 import pytest
 
-HEALTHY = (Path(__file__).parent / "healthy.py").read_text()
+HERE = Path(__file__).parent
 _numbers = count()
 
 
 class Package:
     """A distribution that offers the architecture `name` from `module`.
 
-    Each fault is (old text, new text) of `source`.
+    Each fault is (old text, new text) of the file `healthy`.
     """
 
-    def __init__(self, root, *fault, source=HEALTHY):
+    def __init__(self, root, *fault, healthy="healthy.py"):
         self.root = root
         number = next(_numbers)
         self.module, self.name = f"planted_{number}", f"Planted{number}ForCausalLM"
+        source = (HERE / healthy).read_text()
         for old, new in fault:
             assert source.count(old) == 1, old
             source = source.replace(old, new)
@@ -47,8 +48,8 @@ def make_package(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])))
     modules = set(sys.modules)
 
-    def make(*faults, source=HEALTHY):
-        return Package(root, *faults, source=source)
+    def make(*faults, healthy="healthy.py"):
+        return Package(root, *faults, healthy=healthy)
 
     yield make
     for name in set(sys.modules) - modules:

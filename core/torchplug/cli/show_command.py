@@ -101,13 +101,16 @@ def _print_class(model_class: ModelClass) -> None:
 
 _CACHES: Final = {
     "paged": "keys and values of its attention layers",
+    "state": "a state per request, of its recurrent layers",
+    "paged+state": "keys and values of its attention layers, and a state per request of its recurrent ones",
     "none": "none: each request runs alone, with its whole prefix in every step",
     None: "known when a checkpoint is loaded (the class has no tiny_config to build)",
 }
 
 
 def _cache(model_class: ModelClass) -> str | None:
-    """ "paged" for a model with attention layers of ours, "none" for one without; None where no model can be built.
+    """ "paged" for a model with attention layers of ours, "state" with recurrent ones, "paged+state" with both, "none"
+    without either; None where no model can be built.
 
     The model is the class's own tiny one, with parameters that take no memory.
     """
@@ -119,6 +122,7 @@ def _cache(model_class: ModelClass) -> str | None:
     from torchplug import config
     from torchplug.host.loading import build_module, default_max_model_len
     from torchplug.layers.attention import Attention
+    from torchplug.layers.recurrent import RecurrentLayer
 
     try:
         values = tiny()
@@ -132,7 +136,8 @@ def _cache(model_class: ModelClass) -> str | None:
     except Exception:
         # `torchplug check` says what is wrong with a tiny_config; here it only means that there is nothing to look at.
         return None
-    return "paged" if any(isinstance(part, Attention) for part in module.modules()) else "none"
+    kinds = (("paged", Attention), ("state", RecurrentLayer))
+    return "+".join(name for name, kind in kinds if any(isinstance(part, kind) for part in module.modules())) or "none"
 
 
 def _class_as_dict(model_class: ModelClass) -> dict[str, Any]:

@@ -64,10 +64,12 @@ class BlockPool:
 
     Attributes:
         num_blocks: All of them.
+        on_eviction: Called with the key of cached content that gives way to new.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.on_eviction: Callable[[BlockKey], None] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -156,6 +158,18 @@ class BlockPool:
             self._keys[block] = key
             self._findable[key] = block
 
+    def unregister(self, block: int) -> None:
+        """What a block holds cannot be found any more; one that nobody holds is empty then."""
+        key = self._keys[block]
+        if key is None:
+            return
+        del self._findable[key]
+        self._keys[block] = None
+        if not self._holders[block]:
+            del self._unheld[block]
+            self._empty[block] = 1
+            self._num_empty += 1
+
     def forget(self) -> None:
         """Nothing is findable any more; who holds what does not change."""
         self._findable.clear()
@@ -198,3 +212,5 @@ class BlockPool:
         assert key is not None
         del self._findable[key]
         self._keys[block] = None
+        if self.on_eviction is not None:
+            self.on_eviction(key)

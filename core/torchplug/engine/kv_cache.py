@@ -1,7 +1,8 @@
 """The KV cache of all attention layers, in blocks: how many there are, what they cost, and their memory.
 
 Layers with the same sliding window keep and drop the same tokens, so they form a group with block ids of its own; a
-model of one kind of layer has one group. Memory is divided so that every group holds the same number of requests.
+model of one kind of layer has one group. Recurrent layers keep a slot per request beside the blocks. Memory is divided
+so that every group, and the state slots, hold the same number of requests.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torchplug.engine.cache_memory import default_cache_bytes
 from torchplug.errors import DeviceError, Problem
@@ -21,6 +22,8 @@ from torchplug.layers.attention_backend import BackendChoice, choose_backend
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from torchplug.engine.state_pool import StatePool
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +52,13 @@ class CacheGroup:
         return self.num_blocks
 
 
+SNAPSHOTS_PER_REQUEST: Final = 3
+"""State slots beside a request's own, for snapshots, where memory allows: one at the end of its prompt, one that goes
+along as it decodes, one of a prefix that others share."""
+
+
 class PagedCache:
-    """Caches of the `Attention` layers of a module.
+    """Caches of the `Attention` layers of a module, and the slots of its recurrent ones.
 
     On CPU the memory is taken from the system as blocks are written, not at once.
 
@@ -64,19 +72,23 @@ class PagedCache:
         max_model_len: Most tokens of a request.
         memory_bytes: Most bytes; None: `default_cache_bytes`.
         padding: Whether a step may have padding rows, where all layers' backends can be replayed.
+        states: Of the module's recurrent layers, without memory yet; None where it has none.
+        snapshots: Whether states are kept for later requests.
 
     Attributes:
         groups: Empty where the module has no attention layer of ours.
+        states: As given, with its memory.
         block_size: As given, or the next larger one that every backend takes.
         backends: What attends in each layer, and why.
         padding_block: Whether each group has one block more, behind its others, which no request ever gets: padding
             rows keep their tokens there.
-        num_bytes: Of all blocks.
+        num_bytes: Of all blocks and state slots.
         max_tokens: Longest request that fits; max_model_len unless memory is short.
+        max_num_seqs: As given; less where memory holds fewer states.
         concurrency: Requests of `max_tokens` that fit at once, at most max_num_seqs.
 
     Raises:
-        DeviceError: The memory is not there, or too small for one block of each layer.
+        DeviceError: The memory is not there, or too small for one block of each layer and one state.
     """
 
     def __init__(
@@ -91,8 +103,12 @@ class PagedCache:
         max_model_len: int,
         memory_bytes: int | None = None,
         padding: bool = False,
+        states: StatePool | None = None,
+        snapshots: bool = False,
     ) -> None:
+        self.states = states
         self.max_tokens = max_model_len
+        self.max_num_seqs = max_num_seqs
         self.concurrency = float(max_num_seqs)
         self._layers = [layer for layer in module.modules() if isinstance(layer, Attention)]
         self.backends = tuple(_choose(layer, dtype, device) for layer in self._layers)
@@ -121,41 +137,54 @@ class PagedCache:
             return sum(blocks(window, num_tokens) * costs[window] for window in by_window)
 
         shares = dict.fromkeys(by_window, 0)
-        if by_window:
+        num_states = 0
+        if by_window or states is not None:
             memory = default_cache_bytes(device) if memory_bytes is None else memory_bytes
             if self.padding_block:
                 memory = max(0, memory - sum(costs.values()))
+            if states is not None:
+                per_request = 1 + SNAPSHOTS_PER_REQUEST if snapshots else 1
+                num_states = _num_states(states.slot_bytes, per_request, max_num_seqs, cost(max_model_len), memory)
+                if memory < num_states * states.slot_bytes + cost(1):
+                    says = f"{memory} bytes do not hold {self._least()} ({states.slot_bytes + cost(1)} bytes)"
+                    raise _no_memory(device, says)
+                memory -= num_states * states.slot_bytes
+                # Where memory is short, requests and snapshots share it.
+                self.max_num_seqs = min(max_num_seqs, max(1, num_states // min(per_request, 2)))
+                self.concurrency = float(self.max_num_seqs)
+        if by_window:
             if memory < cost(max_model_len):
                 self.max_tokens = _largest(lambda n: cost(n * block_size) <= memory, -(-max_model_len // block_size))
                 self.max_tokens = min(self.max_tokens * block_size, max_model_len)
                 if not self.max_tokens:
-                    raise _no_memory(
-                        device,
-                        f"{memory} bytes do not hold one block of {block_size} tokens in {len(self._layers)} layers "
-                        f"({cost(1)} bytes)",
-                    )
-            self.concurrency = min(float(max_num_seqs), memory / cost(self.max_tokens))
-            shares = {window: int(blocks(window, self.max_tokens) * self.concurrency) for window in by_window}
+                    raise _no_memory(device, f"{memory} bytes do not hold {self._least()} ({cost(1)} bytes)")
+            room = min(float(max_num_seqs), memory / cost(self.max_tokens))
+            shares = {window: int(blocks(window, self.max_tokens) * room) for window in by_window}
+            self.concurrency = min(self.concurrency, room)
         self.groups = tuple(
             CacheGroup(window, tuple(layers), costs[window], blocks(window, self.max_tokens), shares[window])
             for window, layers in by_window.items()
         )
         extra = int(self.padding_block)
         self.num_bytes = sum((group.num_blocks + extra) * group.block_bytes for group in self.groups)
-        self._allocate(dtype, device)
-        if self.groups:
+        self.num_bytes += 0 if states is None else num_states * states.slot_bytes
+        self._allocate(dtype, device, num_states)
+        if self.groups or states is not None:
             _log.info("%s", self)
 
     def __str__(self) -> str:
+        room = f"room for {self.concurrency:.1f} requests"
         if not self.groups:
-            return "KV cache: none"
+            return "KV cache: none" if self.states is None else f"State: {self.states}, {room} at once; no KV cache"
         blocks = " + ".join(
             str(group.num_blocks) + ("" if group.window is None else f" (window {group.window})")
             for group in self.groups
         )
+        block_bytes = sum(group.num_blocks * group.block_bytes for group in self.groups)
+        states = "" if self.states is None else f"; state: {self.states}"
         return (
-            f"KV cache: {self.num_bytes / 2**30:.2f} GiB in {blocks} blocks of {self.block_size} tokens, "
-            f"room for {self.concurrency:.1f} requests of {self.max_tokens} tokens at once"
+            f"KV cache: {block_bytes / 2**30:.2f} GiB in {blocks} blocks of {self.block_size} tokens{states}, "
+            f"{room} of {self.max_tokens} tokens at once"
         )
 
     def describe_backends(self) -> str:
@@ -182,11 +211,19 @@ class PagedCache:
         """Give all memory back."""
         for layer in self._layers:
             layer.kv_cache = None
+        if self.states is not None:
+            self.states.clear()
 
-    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+    def _least(self) -> str:
+        block = f"one block of {self.block_size} tokens in {len(self._layers)} layers" if self._layers else ""
+        return " and ".join(filter(None, (block, "" if self.states is None else "the state of one request")))
+
+    def _allocate(self, dtype: torch.dtype, device: torch.device, num_states: int) -> None:
         try:
             for layer, choice in zip(self._layers, self.backends, strict=True):
                 layer.backend = choice.backend
+            if self.states is not None:
+                self.states.allocate(self.max_num_seqs, num_states - self.max_num_seqs, device)
             for index, group in enumerate(self.groups):
                 num_blocks = group.num_blocks + int(self.padding_block)
                 for layer in group.layers:
@@ -196,7 +233,8 @@ class PagedCache:
                     )
         except (RuntimeError, MemoryError) as error:
             self.clear()
-            raise _no_memory(device, f"no memory for {self.num_bytes} bytes in {len(self._layers)} layers") from error
+            layers = len(self._layers) + (0 if self.states is None else len(self.states.layers))
+            raise _no_memory(device, f"no memory for {self.num_bytes} bytes in {layers} layers") from error
         except BaseException:
             self.clear()
             raise
@@ -205,6 +243,18 @@ class PagedCache:
 def _choose(layer: Attention, dtype: torch.dtype, device: torch.device) -> BackendChoice:
     spec = layer.kv_cache_spec()
     return choose_backend(spec.head_size, spec.dtype or dtype, dtype, device)
+
+
+def _num_states(slot: int, per_request: int, max_num_seqs: int, blocks: int, memory: int) -> int:
+    """State slots: what the limits can use, else as many requests' as of blocks (`blocks` bytes for the longest one).
+
+    A quarter of the memory is theirs where that is more, since most requests are shorter than the longest possible.
+    """
+    wanted = per_request * max_num_seqs
+    fits = int(per_request * min(max_num_seqs, memory / (blocks + per_request * slot))) if blocks else memory // slot
+    if memory - memory // 4 >= blocks:
+        fits = max(fits, memory // 4 // slot)
+    return max(1, min(wanted, fits))
 
 
 def _token_bytes(layer: Attention, dtype: torch.dtype) -> int:

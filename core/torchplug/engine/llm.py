@@ -201,7 +201,9 @@ class LLM:
         with progress_bar(f"{doing} {checkpoint.name}", enabled=use_tqdm_on_load and slow) as progress:
             self._engine: LLMEngine | None = LLMEngine(loaded, tokenizer, seed=seed, progress=progress)
         if use_tqdm_on_load:
-            print(self._engine.kv_cache, self._engine.execution, sep="\n", file=sys.stderr)
+            print(self._engine.kv_cache, file=sys.stderr)
+            if slow:
+                print(self._engine.execution, file=sys.stderr)
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._lock = threading.Lock()

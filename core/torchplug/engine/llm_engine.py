@@ -12,6 +12,7 @@ from torch import Tensor
 from torchplug.config import CompilationMode
 from torchplug.engine.block_manager import BlockManager, PrefixCacheStats
 from torchplug.engine.compiled import CompiledForward
+from torchplug.engine.cpu_threads import limit_threads
 from torchplug.engine.decode_graphs import DecodeGraphs, graph_device, why_not_recorded
 from torchplug.engine.grammar import Grammars
 from torchplug.engine.kv_cache import PagedCache
@@ -24,6 +25,7 @@ from torchplug.engine.runner import Runner
 from torchplug.engine.sampler import Sampler, SamplingState, token_logprobs
 from torchplug.engine.sampling_params import SamplingParams
 from torchplug.engine.scheduler import Scheduled, Scheduler
+from torchplug.engine.state_pool import StatePool
 from torchplug.engine.step_memory import check_step_memory
 from torchplug.errors import PluginError, Problem, RequestError, TorchplugError
 from torchplug.host.blame import RUNNING, lacks_memory, no_memory
@@ -31,7 +33,6 @@ from torchplug.host.blame import RUNNING, lacks_memory, no_memory
 if TYPE_CHECKING:
     from torchplug.engine.tokenizer import Tokenizer
     from torchplug.host.model import LoadedModel
-
 
 _log = logging.getLogger(__name__)
 
@@ -69,8 +70,18 @@ class LLMEngine:
         self.max_model_len = config.model_config.max_model_len
         self.vocab_size: int | None = config.model_config.hf_text_config.get("vocab_size")
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        if model.device.type == "cpu":
+            limit_threads()
         check_step_memory(config, self.vocab_size)
         graphs, self._why_no_graphs = self._decode_graphs(model)
+        states = StatePool.of(model)
+        prefix_caching = config.cache_config.enable_prefix_caching
+        if prefix_caching and states is not None and not states.copies:
+            prefix_caching = False
+            _log.warning(
+                "%s has recurrent layers and does not claim SupportsMambaPrefixCaching: it runs without prefix caching",
+                type(model.module).__name__,
+            )
         self.kv_cache = PagedCache(
             model.module,
             dtype=model.dtype,
@@ -81,7 +92,10 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             memory_bytes=config.cache_config.kv_cache_memory_bytes,
             padding=graphs is not None,
+            states=states,
+            snapshots=prefix_caching,
         )
+        max_num_seqs = self.kv_cache.max_num_seqs
         if graphs is not None and not self.kv_cache.padding_block:
             why = "attention plans its steps on the host" if self.kv_cache.groups else "no layer has a cache of ours"
             graphs, self._why_no_graphs = None, why
@@ -92,7 +106,7 @@ class LLMEngine:
             model.module,
             self.kv_cache,
             device=model.device,
-            max_num_seqs=limits.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             embedding=lambda: model.hooks.embed_input_ids if self._wrappers else None,
             forward=self._compiled,
@@ -102,12 +116,13 @@ class LLMEngine:
         self._blocks = BlockManager(
             [(group.window, group.num_blocks) for group in self.kv_cache.groups],
             self.kv_cache.block_size,
-            prefix_caching=config.cache_config.enable_prefix_caching,
+            prefix_caching=prefix_caching,
             whole_above=self._runner.whole_above,
+            state_snapshots=None if states is None else states.num_snapshots,
         )
         self._scheduler = Scheduler(
             self._blocks,
-            limits.max_num_seqs,
+            max_num_seqs,
             limits.max_num_batched_tokens,
             whole_prefix=not self._runner.cached,
             whole_above=self._runner.whole_above,
@@ -266,6 +281,7 @@ class LLMEngine:
             num_waiting=self.num_waiting,
             cache_usage=self.cache_usage if self._runner.cached else None,
             prefix_cache_hit_rate=self.prefix_cache_stats.hit_rate if self.prefix_cache_stats.queries else None,
+            prefix_cache_limited=self.prefix_cache_stats.limited,
         )
 
     def has_unfinished_requests(self) -> bool:
@@ -298,8 +314,9 @@ class LLMEngine:
 
     @property
     def cache_usage(self) -> float:
-        """The share of cache blocks that requests hold, between 0 and 1."""
-        return self._blocks.usage
+        """The share of cache blocks that requests hold, or of state slots where that is more, between 0 and 1."""
+        rows = self.num_running / self.kv_cache.max_num_seqs if self.kv_cache.states is not None else 0.0
+        return max(self._blocks.usage, rows)
 
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -96,6 +96,8 @@ class EngineMetrics:
         cache_usage: Share of the cache's blocks that requests hold, 0 to 1; None without a cache.
         prefix_cache_hit_rate: Share of prompt tokens that were found cached, 0 to 1; None where it is off or
             nothing was asked yet.
+        prefix_cache_limited: By cache ("attention", "state", ...), how many requests found less because of it than
+            another one of the model's offered.
     """
 
     num_running: int
@@ -109,6 +111,7 @@ class EngineMetrics:
     inter_token_time: Times
     cache_usage: float | None
     prefix_cache_hit_rate: float | None
+    prefix_cache_limited: Mapping[str, int]
 
 
 class MetricsRecorder:
@@ -129,7 +132,13 @@ class MetricsRecorder:
         self._recent.append(stats)
 
     def snapshot(
-        self, *, num_running: int, num_waiting: int, cache_usage: float | None, prefix_cache_hit_rate: float | None
+        self,
+        *,
+        num_running: int,
+        num_waiting: int,
+        cache_usage: float | None,
+        prefix_cache_hit_rate: float | None,
+        prefix_cache_limited: Mapping[str, int],
     ) -> EngineMetrics:
         """The state now."""
         recent = self._recent.copy()
@@ -145,4 +154,5 @@ class MetricsRecorder:
             inter_token_time=Times.of(time for stats in recent if (time := stats.inter_token_time) is not None),
             cache_usage=cache_usage,
             prefix_cache_hit_rate=prefix_cache_hit_rate,
+            prefix_cache_limited=dict(prefix_cache_limited),
         )

@@ -67,6 +67,8 @@ class RequestOutput:
             log-probability and those of the most probable tokens there, by id; None where none were asked for.
         metrics: The request's times; not compared by ==.
         num_cached_tokens: Tokens of the prompt that were found in the prefix cache; not compared by ==.
+        cache_limited_by: Which cache ("attention", "attention (window 4096)", "state") kept that number below what
+            another one of the model's offered; None where none did; not compared by ==.
     """
 
     request_id: str
@@ -77,3 +79,4 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestStateStats | None = field(default=None, compare=False)
     num_cached_tokens: int | None = field(default=None, compare=False)
+    cache_limited_by: str | None = field(default=None, compare=False)

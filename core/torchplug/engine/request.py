@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchplug.engine.block_pool import BlockKey
     from torchplug.engine.prompts import TokenizedPrompt
     from torchplug.engine.sampler import SamplingState, TokenLogprobs
+    from torchplug.engine.state_snapshots import Checkpoints
     from torchplug.engine.tokenizer import Tokenizer
 
 
@@ -28,7 +29,9 @@ class Request:
         blocks: Its cache blocks while it runs, a table for each cache group.
         block_keys: Keys of its full blocks, as far as they have been asked for.
         num_registered: Its first blocks that prefix caching knows already.
+        checkpoints: Where its recurrent state is kept for others while it runs, where any is.
         num_cached_tokens: Tokens found in the prefix cache when it first ran; None before.
+        cache_limited_by: The cache group that kept this number below what another one offered; None: none did.
         cache_extra: What changes its keys and values beside its tokens.
         finish_reason: None until it is finished.
         sampling: What the sampler remembers of it.
@@ -56,6 +59,8 @@ class Request:
         "block_keys",
         "blocks",
         "cache_extra",
+        "cache_limited_by",
+        "checkpoints",
         "finish_reason",
         "max_tokens",
         "num_cached_tokens",
@@ -95,7 +100,9 @@ class Request:
         self.blocks: list[BlockTable] = []
         self.block_keys: list[BlockKey] = []
         self.num_registered = 0
+        self.checkpoints: Checkpoints | None = None
         self.num_cached_tokens: int | None = None
+        self.cache_limited_by: str | None = None
         self.cache_extra: Hashable = ()
         room = max_model_len - self.num_prompt_tokens
         self.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -210,6 +217,7 @@ class Request:
             prompt_logprobs,
             self.stats,
             self.num_cached_tokens,
+            self.cache_limited_by,
         )
 
     def _named(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:

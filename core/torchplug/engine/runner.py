@@ -1,7 +1,7 @@
 """Runs the model over one step: lays the batch out flat, publishes its layout, returns the logits that are needed.
 
-A module without torchplug's attention layers keeps nothing between steps, so it is called once per request with the
-whole prefix (`cache: none`).
+A module without torchplug's attention or recurrent layers keeps nothing between steps, so it is called once per request
+with the whole prefix (`cache: none`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Runner:
 
     Args:
         module: Of the model class convention, in eval mode on `device`.
-        cache: Of the module's attention layers.
+        cache: Of the module's attention and recurrent layers.
         device: Of the module and of every tensor that it is given.
         max_num_seqs: Most requests in a step.
         max_num_batched_tokens: Most tokens in a step.
@@ -41,7 +41,7 @@ class Runner:
         subject: How errors name the model; None: by its class.
 
     Attributes:
-        cached: Whether the module keeps keys and values between steps.
+        cached: Whether the module keeps keys and values, or states, between steps.
         whole_above: Prompts of more tokens must not be cut into steps; None where all may be.
     """
 
@@ -65,7 +65,7 @@ class Runner:
         self._embedding = embedding
         self._device = device
         self._cache = cache
-        self.cached = bool(cache.groups)
+        self.cached = bool(cache.groups) or cache.states is not None
         parts = [part for part in module.modules() if getattr(part, "depends_on_length", False)]
         self.whole_above: int | None = min((int(part.max_positions) for part in parts), default=None)  # type: ignore[arg-type]
         # Buffers are made once: at batch 1 building tensors would be most of what a step costs without the model.
@@ -81,6 +81,10 @@ class Runner:
             for group in cache.groups
         ]
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # What a model without attention layers is told of blocks.
+        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        self._no_blocks = BlockLayout(nothing, nothing.to(torch.int32).view(0, 0), ())
+        self._state_slots = _Staged(max_num_seqs, torch.int64, device)
 
     def run(self, batch: Sequence[Scheduled]) -> Tensor | None:
         """Logits [n, vocab] that the step is for; None where there are none.
@@ -90,12 +94,14 @@ class Runner:
         Call it under `torch.inference_mode()`.
 
         Raises:
-            ContractError: The model returned another number of rows than it was given.
+            ContractError: The model returned another number of rows than it was given, or a copy function of its
+                states named a piece that is not there.
             PluginError: A method of the model failed; its exception is the cause.
             DeviceError: There was not enough memory.
         """
         if not self.cached:
             return self._run_alone(batch)
+        self._copy_states(batch)
         size = self._recorded_size(batch)
         context, input_ids, positions, rows = self._lay_out(batch, size)
         with set_forward_context(context):
@@ -192,7 +198,8 @@ class Runner:
             lengths[num_requests:size] = 1
             num_tokens = num_requests = size
         layouts = [layout.lay_out(batch, group, num_tokens, size) for group, layout in enumerate(self._layouts)]
-        first = layouts[0]
+        first = layouts[0] if layouts else self._no_blocks
+        slots = self._own_slots(batch)
         context = ForwardContext(
             query_start_loc=self._query_start_loc.on_device(num_requests + 1),
             seq_lens=self._seq_lens.on_device(num_requests),
@@ -203,11 +210,35 @@ class Runner:
             seq_lens_host=tuple([item.stop for item in batch]) if size is None else VARYING,
             block_tables_host=first.block_tables_host,
             more_groups=tuple(layouts[1:]),
+            state_slots=self._state_slots.on_device(num_requests) if slots else None,
+            state_slots_host=slots,
         )
         on_device = self._input_ids.on_device(num_tokens), self._positions.on_device(num_tokens)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
         return context, *on_device, rows
+
+    def _copy_states(self, batch: Sequence[Scheduled]) -> None:
+        """Copy out the states that are kept, and in those from which requests start: in the order of the batch, since
+        a request may start from what one before it leaves now."""
+        states = self._cache.states
+        if states is None or not states.num_snapshots:
+            return
+        first = states.num_requests
+        for item in batch:
+            own = item.request.checkpoints
+            if own is not None and own.target is not None:
+                states.copy(item.slot, first + own.target)
+            if own is not None and own.source is not None:
+                states.copy(first + own.source, item.slot)
+
+    def _own_slots(self, batch: Sequence[Scheduled]) -> tuple[int, ...]:
+        """The state slot of each request, which is its row; empty for a model without recurrent layers."""
+        if self._cache.states is None:
+            return ()
+        slots = tuple([item.slot for item in batch])
+        self._state_slots.host[: len(slots)] = slots
+        return slots
 
     def _forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         embed = self._embedding()

@@ -82,6 +82,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request behind all others."""
         self._waiting[request] = None
+        self._blocks.announce(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it is, and free its slot and blocks. Harmless for one that is not here."""
@@ -95,6 +96,7 @@ class Scheduler:
         """Forget what is cached, and take back what an interrupt has leaked. No request may run."""
         for request in self._waiting:
             request.blocks = []
+            request.checkpoints = None
             request.num_computed = 0
         self._blocks.reset()
 
@@ -173,6 +175,9 @@ class Scheduler:
         """How far a request is computed in this step."""
         start = request.num_computed
         stop = min(len(request.token_ids), start + budget)
+        cut = self._blocks.next_cut(request)
+        if cut is not None:
+            stop = min(stop, cut)
         if self._whole_above is None or stop <= self._whole_above:
             return stop
         # Beyond the trained length every token's keys depend on how long the request is at that time. So what was one

@@ -20,8 +20,8 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-_LEAST: Final = 20_000_000
-"""Units that every rendering may spend: about a second."""
+_LEAST: Final = 50_000_000
+"""Units that every rendering may spend: one or two seconds."""
 
 _PER_CHARACTER: Final = 200
 """Further units for each character of the conversation and the template's other variables."""

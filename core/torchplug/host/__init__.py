@@ -135,6 +135,7 @@ class Host:
         from torchplug.host.devices import resolve_device, resolve_dtype
         from torchplug.host.loading import build_module, default_max_model_len, load_weights
         from torchplug.host.model import LoadedModel
+        from torchplug.host.recurrent_layers import check_recurrent_layers
 
         problems = config.size_problems(
             max_num_seqs=max_num_seqs,
@@ -173,6 +174,7 @@ class Host:
         subject = model_class.report.subject
         with config.set_current_vllm_config(vllm_config):
             module = build_module(model_class.cls, vllm_config, subject)
+            check_recurrent_layers(model_class, model_class.cls, module, vllm_config, subject)
             load_weights(module, checkpoint, where, subject, progress)
         return LoadedModel(
             module.eval(),

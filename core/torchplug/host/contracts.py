@@ -157,13 +157,31 @@ def inspect_instance(module: Any, report: ClassReport) -> frozenset[str]:
                 "set all ten attributes of MixtureOfExperts in __init__, or do not derive from it",
             )
         )
+    problems += _nested_experts(module)
     if problems:
         raise ContractError(report.subject, problems)
     return frozenset(names)
 
 
+def _nested_experts(module: Any) -> Iterator[Problem]:
+    """Models inside this one that promise MixtureOfExperts and lack some of its attributes: a load balancer finds them
+    there, in a multimodal wrapper for one."""
+    for name, part in getattr(module, "named_modules", tuple)():
+        promises = interfaces.may_be_mixture_of_experts(type(part)) or _has_balanced_layers(part)
+        if name and promises and (missing := interfaces.missing_moe_attributes(part)):
+            yield Problem(
+                f"MixtureOfExperts ({of_class(type(part))}, which the model holds as {name})",
+                f"lacks {', '.join(missing)}",
+                "set all ten attributes of MixtureOfExperts in __init__, or do not derive from it",
+            )
+
+
 def _promises_experts(module: Any, report: ClassReport) -> bool:
-    return bool(report.possible) or (hasattr(module, "set_eplb_state") and bool(getattr(module, "num_moe_layers", 0)))
+    return bool(report.possible) or _has_balanced_layers(module)
+
+
+def _has_balanced_layers(module: Any) -> bool:
+    return hasattr(module, "set_eplb_state") and bool(getattr(module, "num_moe_layers", 0))
 
 
 def location(function: Any) -> str:

@@ -37,6 +37,7 @@ from torchplug.interfaces.definitions import HasNoOps as HasNoOps
 from torchplug.interfaces.definitions import IsAttentionFree as IsAttentionFree
 from torchplug.interfaces.definitions import IsHybrid as IsHybrid
 from torchplug.interfaces.definitions import MambaCopySpec as MambaCopySpec
+from torchplug.interfaces.definitions import MambaStateCopyFunc as MambaStateCopyFunc
 from torchplug.interfaces.definitions import MambaStateDtype as MambaStateDtype
 from torchplug.interfaces.definitions import MixtureOfExperts as MixtureOfExperts
 from torchplug.interfaces.definitions import MultiModalEmbeddings as MultiModalEmbeddings

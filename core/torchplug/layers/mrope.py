@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchplug.layers.rotary import RotaryEmbedding, inverse_frequencies
+from torchplug.layers.rotary import RotaryEmbedding, Rotation, inverse_frequencies
 
 
 class MRotaryEmbedding(RotaryEmbedding):
@@ -24,8 +24,8 @@ class MRotaryEmbedding(RotaryEmbedding):
         attention_scaling: Factor on cos and sin.
         interleaved: Style of the pairs, as in RotaryEmbedding.
 
-    `forward` takes positions int64 [rows, num_tokens]. Where all rows are equal the result is, bit for bit, that of a
-    plain RotaryEmbedding; one row, [num_tokens], is taken as that.
+    `forward` takes positions int64 [rows, num_tokens]. Where all rows are equal the result is that of a plain
+    RotaryEmbedding, and bit for bit that of the one row, [num_tokens], which is taken too.
     """
 
     row_of_pair: Tensor
@@ -43,10 +43,10 @@ class MRotaryEmbedding(RotaryEmbedding):
             raise ValueError(f"{len(row_of_pair)} rows for {len(inv_freq)} pairs of dimensions")
         self.register_buffer("row_of_pair", torch.tensor(row_of_pair, dtype=torch.int64), persistent=False)
 
-    def _angles(self, positions: Tensor) -> Tensor:
-        if positions.dim() == 1:
-            return super()._angles(positions)
-        return positions[self.row_of_pair].T.float() * self.inv_freq
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """positions: int64 [rows, num_tokens], or [num_tokens]; dtype: that of the heads to turn."""
+        own = positions[:, None] if positions.dim() == 1 else positions[self.row_of_pair].T
+        return self._rotation(own.float() * self.inv_freq, dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, row_of_pair={self.row_of_pair.tolist()}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import overload
 
 import torch
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchplug.layers.cpu import kernels
+from torchplug.layers.cpu.kernels import Normalise
 
 
 class RMSNorm(nn.Module):
@@ -29,16 +29,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
         self.eps = eps
         self._shape = (hidden_size,)
-        self._native: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor] | None] = lambda *_: None
+        self._native: Normalise | None = None
 
     @overload
     def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
     @overload
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        found = self._native(x, self._parameters["weight"], residual)  # type: ignore[arg-type]
-        if found is not None:
-            return found[0] if residual is None else found
+        if self._native is not None:
+            found = self._native(x, self._parameters["weight"], residual)  # type: ignore[arg-type]
+            if found is not None:
+                return found[0] if residual is None else found
         if residual is None:
             return F.rms_norm(x, self._shape, self.weight, self.eps)
         x = x + residual
@@ -46,9 +47,7 @@ class RMSNorm(nn.Module):
 
     def process_weights_after_loading(self) -> None:
         """Choose how to compute here; called once by the loader."""
-        native = kernels.rms_norm(self.weight, self.eps)
-        if native is not None:
-            self._native = native
+        self._native = kernels.rms_norm(self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self._shape[0]}, eps={self.eps}"

@@ -70,6 +70,22 @@ def _by_rows(p: _Parameters, rotary: RotaryEmbedding) -> MRotaryEmbedding:
     return MRotaryEmbedding(rotary.inv_freq, rows, attention_scaling=scaling, interleaved=rotary.interleaved)
 
 
+def softmax_scaling(hf_config: HfConfig) -> float:
+    """What a stretched context adds to the scale of attention scores where a config has `mscale_all_dim`: the square of
+    YaRN's temperature for it; 1 otherwise.
+
+    Models that rotate only a part of each head put the temperature here, where it reaches the rest of the head too
+    (DeepSeek-V2); `rope_from_config` takes the same amount out of the rotation.
+
+    Raises CheckpointError naming the key and the file where a parameter is missing or no number.
+    """
+    p = _Parameters(hf_config)
+    kind = p.inside.get("rope_type") or p.inside.get("type") or "default"
+    if kind == "default" or not p.inside.get("mscale_all_dim"):
+        return 1.0
+    return _mscale(p.number("factor"), p.number("mscale_all_dim")) ** 2
+
+
 class _Parameters:
     """The rotary parameters of one config, read with errors that name the key and the file."""
 
@@ -173,13 +189,13 @@ def _yarn(p: _Parameters, theta: float, rotary_dim: int, max_positions: int, int
 def _yarn_temperature(p: _Parameters, factor: float) -> float:
     if p.inside.get("attention_factor") is not None:
         return p.number("attention_factor")
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if p.inside.get("mscale") and p.inside.get("mscale_all_dim"):
-        return mscale(p.number("mscale")) / mscale(p.number("mscale_all_dim"))
-    return mscale(1.0)
+        return _mscale(factor, p.number("mscale")) / _mscale(factor, p.number("mscale_all_dim"))
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 _KINDS: Mapping[str, Callable[[_Parameters, float, int, int, bool], RotaryEmbedding]] = {

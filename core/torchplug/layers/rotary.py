@@ -91,16 +91,19 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """positions: int64 [num_tokens]; dtype: that of the heads to turn."""
-        angles = self._angles(positions)
+        frequencies = self._frequencies(positions)
+        native = kernels.rotation(positions, frequencies, dtype, self.attention_scaling, self.interleaved)
+        if native is not None:
+            return Rotation(*native, self.interleaved)
+        return self._rotation(positions[:, None].float() * frequencies, dtype)
+
+    def _rotation(self, angles: Tensor, dtype: torch.dtype) -> Rotation:
+        """angles: float32 [num_tokens, rotary_dim / 2]."""
         angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos(), angles.sin() * self._signed_scaling
         if self.attention_scaling != 1.0:
             cos = cos * self.attention_scaling
         return Rotation(cos.to(dtype)[:, None], sin.to(dtype)[:, None], self.interleaved)
-
-    def _angles(self, positions: Tensor) -> Tensor:
-        """float32 [num_tokens, rotary_dim / 2]."""
-        return positions[:, None].float() * self._frequencies(positions)
 
     def _frequencies(self, positions: Tensor) -> Tensor:
         """float32 [rotary_dim / 2], or [num_tokens, rotary_dim / 2] where they differ between requests."""

@@ -308,9 +308,9 @@ def _decode_parts(
     if key_bytes is None:
         if not count:
             return []
-        lengths = torch.tensor([decode.length for decode in decodes], dtype=torch.int32)
+        seen = torch.tensor([decode.length for decode in decodes], dtype=torch.int32)
         slots = layout.slot_mapping[start:stop]
-        step = PagedStep(_tables(layout, decodes), lengths, slots, context.block_size, window)
+        step = PagedStep(_tables(layout, decodes), seen, slots, context.block_size, window)
         return [_Part(start, count, True, step)]
     if count > 1:
         if stride := _stride(decodes):

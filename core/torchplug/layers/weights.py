@@ -4,7 +4,8 @@ once."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 
@@ -38,6 +39,22 @@ class WeightsMismatch(CheckpointError):
         self.loaded = loaded
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointPart:
+    """One tensor of a checkpoint that fills a parameter of a layer, or a part of it.
+
+    Attributes:
+        parameter: The parameter's own name in the layer.
+        shard: Which part, for the layer's `weight_loader(param, tensor, shard)`; None for the whole, which goes to
+            `weight_loader(param, tensor)`.
+        shape: The tensor's shape.
+    """
+
+    parameter: str
+    shard: Hashable
+    shape: tuple[int, ...]
+
+
 def load_weights(
     module: nn.Module,
     weights: Iterable[tuple[str, Tensor]],
@@ -67,6 +84,9 @@ def load_weights(
             `rename`.
 
     Returns the names of what was filled, each tied parameter under all its names.
+
+    A layer whose parameters checkpoints hold in pieces has a method `checkpoint_spellings()`: for each spelling that
+    there is, a mapping of the names below the layer's own to the `CheckpointPart` that each is (see `FusedMoE`).
 
     A part of a fused parameter goes through `weight_loader(param, tensor, shard_id)` with its place in the packed list,
     a whole tensor through `weight_loader(param, tensor)` where there is one: an attribute of the parameter, or else a
@@ -126,17 +146,20 @@ class _Filling:
         self.left_out = stage_missing_prefixes(module)
         self.packed = packed
         self.parts = {part: (fused, place) for fused, parts in packed.items() for place, part in enumerate(parts)}
-        self.filled: dict[str, set[int | None]] = defaultdict(set)
+        self.spelled = _spelled(module)
+        # Of a parameter that comes in parts: what to call it, and every part's name in the spelling that came last.
+        self.expected: dict[str, tuple[str, Mapping[Hashable, str]]] = {}
+        self.filled: dict[str, set[Hashable]] = defaultdict(set)
         self.second: dict[str, tuple[str, Tensor]] = {}
         self.problems: dict[tuple[str, str], list[str]] = defaultdict(list)
 
     def take(self, source: str, name: str, tensor: Tensor) -> None:
         """One tensor, called `source` in the checkpoint and `name` in the module."""
-        shard: int | None = None
+        shard: Hashable = None
         if name.startswith(self.left_out):
             return
         if name not in self.targets:
-            found = self._fused(name)
+            found = self._spelled(name) if name in self.spelled else self._fused(name)
             if found is None:
                 self.problems[_UNEXPECTED, _FIX_NAMES].append(source)
                 return
@@ -157,12 +180,10 @@ class _Filling:
         for name, shards in self.filled.items():
             if None in shards:
                 continue
-            components = name.split(".")
-            at = next(index for index, component in enumerate(components) if component in self.packed)
-            for place, part in enumerate(self.packed[components[at]]):
-                if place not in shards:
-                    says = f"is missing; the other parts of {components[at]} came"
-                    self.problems[says, _FIX_VALUES].append(".".join((*components[:at], part, *components[at + 1 :])))
+            called, parts = self.expected[name]
+            for part, part_name in parts.items():
+                if part not in shards:
+                    self.problems[f"is missing; the other parts of {called} came", _FIX_VALUES].append(part_name)
         loaded = {alias for name in self.filled for alias in self.names_of[id(self.targets[name])]}
         if self.problems:
             raise WeightsMismatch(
@@ -176,17 +197,26 @@ class _Filling:
             )
         return loaded
 
-    def _fused(self, name: str) -> tuple[str, int] | None:
+    def _spelled(self, name: str) -> tuple[str, Hashable]:
+        """The parameter, and the part of it, that its layer calls `name`."""
+        target, part, siblings = self.spelled[name]
+        if part.shard is not None:
+            self.expected[target] = (target.rpartition(".")[2], siblings[part.parameter])
+        return target, part.shard
+
+    def _fused(self, name: str) -> tuple[str, Hashable] | None:
         components = name.split(".")
         for at, component in enumerate(components):
             if component in self.parts:
                 fused, place = self.parts[component]
                 target = ".".join((*components[:at], fused, *components[at + 1 :]))
                 if target in self.targets:
+                    names = (".".join((*components[:at], part, *components[at + 1 :])) for part in self.packed[fused])
+                    self.expected[target] = fused, dict(enumerate(names))
                     return target, place
         return None
 
-    def _fill(self, source: str, name: str, tensor: Tensor, shard: int | None) -> None:
+    def _fill(self, source: str, name: str, tensor: Tensor, shard: Hashable) -> None:
         target, before = self.targets[name], self.filled[name]
         if shard in before or None in before or (shard is None and before):
             self.problems["came more than once", _FIX_VALUES].append(source)
@@ -209,6 +239,26 @@ class _Filling:
                 target.copy_(tensor)
         except (ValueError, RuntimeError) as error:
             self.problems[str(error).splitlines()[0], _FIX_VALUES].append(source)
+
+
+_Spelled = tuple[str, CheckpointPart, Mapping[str, Mapping[Hashable, str]]]
+
+
+def _spelled(module: nn.Module) -> dict[str, _Spelled]:
+    """By checkpoint name: the parameter, what part of it the tensor is, and for each parameter of its layer the names
+    of all parts in the same spelling."""
+    found: dict[str, _Spelled] = {}
+    for prefix, layer in module.named_modules(remove_duplicate=False):
+        # Not through the instance: a placeholder of a stage that was left out passes its original's attributes on.
+        if getattr(type(layer), "checkpoint_spellings", None) is None:
+            continue
+        dotted = f"{prefix}." if prefix else ""
+        for spelling in layer.checkpoint_spellings():
+            siblings: dict[str, dict[Hashable, str]] = defaultdict(dict)
+            for name, part in spelling.items():
+                siblings[part.parameter][part.shard] = dotted + name
+                found[dotted + name] = (dotted + part.parameter, part, siblings)
+    return found
 
 
 def _equal(target: Tensor, tensor: Tensor) -> bool:

@@ -20,28 +20,32 @@ from torchplug.engine.runner import Runner
 from torchplug.engine.sampler import SamplingState
 from torchplug.engine.sampling_params import SamplingParams
 from torchplug.engine.scheduler import Scheduled
+from torchplug.engine.state_pool import StatePool
 from torchplug.errors import Problem
 from torchplug.host.model import LoadedModel
 from torchplug.results import describe
 from torchplug.testing.findings import Finding
 from torchplug.testing.specimen import Skip, Specimen, problems_of
 
-_TOLERANCE: Final = 1e-4
+TOLERANCE: Final = 1e-4
 _BETWEEN_DEVICES: Final = 1e-3
 _BFLOAT16_TOLERANCE: Final = 0.25
 """Rounding to 8 bits adds up over layers of large random weights; a fault in bfloat16 code is off by more."""
 
 _PROMPT: Final = 9
 _TOTAL: Final = 24
+LONGEST: Final = 2 * _TOTAL
+"""Tokens of a request that the checks' caches hold."""
+
 _SLOTS: Final = 3
-_BLOCK_SIZE: Final = 4
+BLOCK_SIZE: Final = 4
 """Small, so that these short texts take several blocks."""
 
 
 def cached_equals_uncached(specimen: Specimen) -> Iterator[Finding]:
     """A prompt in one step, then one token per step, alone; each step's logits against one forward over all tokens."""
     for device in specimen.devices:
-        steps = _Steps(specimen, device)
+        steps = Steps(specimen, device)
         steps.need_a_cache()
         tokens = specimen.token_ids(steps.limited(_PROMPT))
         prompt = len(tokens)
@@ -54,7 +58,7 @@ def cached_equals_uncached(specimen: Specimen) -> Iterator[Finding]:
         expected = steps.one_shot(tokens[:-1])[prompt - 1 :]
         fix = (
             "in a decode step the only token of a request stands at `positions`, not at row 0; "
-            "keep nothing from step to step but in torchplug.layers.Attention"
+            "keep nothing from step to step but in torchplug.layers.Attention and the `state` of a RecurrentLayer"
         )
         yield from steps.differences(
             [f"after {prompt + index} tokens on {device}, {index} of them decoded" for index in range(len(found))],
@@ -67,7 +71,7 @@ def cached_equals_uncached(specimen: Specimen) -> Iterator[Finding]:
 def alone_equals_in_a_batch(specimen: Specimen) -> Iterator[Finding]:
     """Three requests of different lengths, one of which joins later, in changing order; each against its forward."""
     for device in specimen.devices:
-        steps = _Steps(specimen, device)
+        steps = Steps(specimen, device)
         requests = [specimen.token_ids(steps.limited(length), seed) for seed, length in enumerate((5, 3, _PROMPT))]
         computed, rows = [0, 0, 0], [[], [], []]  # type: tuple[list[int], list[list[Tensor]]]
         for order in ((0, 1), (1, 2, 0), (2, 0, 1), (0, 2), (1, 0, 2)):
@@ -85,7 +89,7 @@ def alone_equals_in_a_batch(specimen: Specimen) -> Iterator[Finding]:
             expected = list(steps.one_shot(tokens[:-1])[first - 1 :])
             labels = [f"after {first + step} tokens of request {index} on {device}" for step in range(len(expected))]
             fix = (
-                "the rows of a step are tokens of several requests: let none but Attention mix rows "
+                "the rows of a step are tokens of several requests: let none but Attention and RecurrentLayer mix rows "
                 "(no mean, cumsum, norm, shift or convolution over dim 0), and keep no state in the module"
             )
             yield from steps.differences(labels, rows[index], expected, fix)
@@ -94,7 +98,7 @@ def alone_equals_in_a_batch(specimen: Specimen) -> Iterator[Finding]:
 def chunk_split(specimen: Specimen) -> Iterator[Finding]:
     """A prompt in two steps, cut at every place, starting from an empty cache; both steps against one forward."""
     for device in specimen.devices:
-        steps = _Steps(specimen, device)
+        steps = Steps(specimen, device)
         steps.need_a_cache()
         tokens = specimen.token_ids(steps.limited(_PROMPT))
         expected = steps.one_shot(tokens)
@@ -104,7 +108,7 @@ def chunk_split(specimen: Specimen) -> Iterator[Finding]:
             (last,) = steps.run([(tokens, 0, cut, len(tokens))])
             fix = (
                 "a step may begin in the middle of a prompt: take positions from `positions`, and what came before "
-                "from Attention's cache alone"
+                "from Attention's cache and a RecurrentLayer's state alone"
             )
             yield from steps.differences(
                 [f"after {at} tokens on {device}, prompt of {len(tokens)} cut at {cut}" for at in (cut, len(tokens))],
@@ -131,7 +135,7 @@ def dtype_and_device(specimen: Specimen) -> Iterator[Finding]:
             if logits is None:
                 continue
             reference = logits if reference is None else reference
-            off = _distance(logits, reference)
+            off = distance(logits, reference)
             allowed = _BFLOAT16_TOLERANCE if dtype is torch.bfloat16 else _BETWEEN_DEVICES
             if not off <= allowed:
                 says = f"expected logits {label} within {allowed:g} of the first device's in float32, found {off:.2g}"
@@ -200,7 +204,7 @@ def _moved(specimen: Specimen, tokens: Sequence[int]) -> Iterator[Problem]:
             says = f"expected logits on {device} after .to({str(device)!r}), found {describe(there)}"
             yield Problem(where, says, fix)
         elif device.type != "meta":
-            off = _distance(_run_moved(module.to("cpu"), tokens, torch.device("cpu")), here)
+            off = distance(_run_moved(module.to("cpu"), tokens, torch.device("cpu")), here)
             if off:
                 says = f"expected the same logits after .to({str(device)!r}) and back, found a difference of {off:.2g}"
                 yield Problem(where, says, fix)
@@ -219,21 +223,23 @@ def _of_two_devices(error: Exception) -> bool:
     return any(part in text for part in ("same device", "at least two devices", "not on the expected device"))
 
 
-class _Steps:
+class Steps:
     """Runs parts of requests on a loaded model through the engine's runner, as the scheduler would have them run."""
 
     def __init__(self, specimen: Specimen, device: torch.device) -> None:
         self._where = specimen.where("forward")
         self._model = specimen.load(device)
         self.max_tokens = self._model.vllm_config.model_config.max_model_len
+        self.states = StatePool.of(self._model)
         cache = PagedCache(
             self._model.module,
             dtype=self._model.dtype,
             device=self._model.device,
-            block_size=_BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
             max_num_seqs=_SLOTS,
             max_num_batched_tokens=_SLOTS * _TOTAL,
-            max_model_len=min(self.max_tokens, 2 * _TOTAL),
+            max_model_len=min(self.max_tokens, LONGEST),
+            states=self.states,
         )
         self._runner = Runner(
             self._model.module,
@@ -245,10 +251,11 @@ class _Steps:
         groups = [(group.window, group.num_blocks) for group in cache.groups]
         self._blocks = BlockManager(groups, cache.block_size, prefix_caching=False)
         self._requests: dict[int, Request] = {}  # by slot
+        self.empty()
 
     def need_a_cache(self) -> None:
         if not self._runner.cached:
-            raise Skip("the class uses no torchplug.layers.Attention: it is given the whole text in every step")
+            raise Skip("the class has no Attention and no RecurrentLayer: it is given the whole text in every step")
 
     def limited(self, count: int) -> int:
         """`count`, or less where the model is made for shorter sequences."""
@@ -270,18 +277,7 @@ class _Steps:
         if not start:
             if slot in self._requests:
                 self._blocks.free(self._requests.pop(slot))
-            params = SamplingParams(max_tokens=None)
-            prompt = TokenizedPrompt(None, tokens[:stop])
-            state = SamplingState(params, prompt.token_ids, [])
-            request = Request(
-                f"slot {slot}",
-                prompt,
-                params,
-                state,
-                eos_token_ids=frozenset(),
-                max_model_len=2 * _TOTAL,
-                tokenizer=None,
-            )
+            request = request_of(f"slot {slot}", tokens[:stop], min(self.max_tokens, LONGEST))
             given = self._blocks.admit(request, stop)
             self._requests[slot] = request
         else:
@@ -293,10 +289,13 @@ class _Steps:
         return request
 
     def empty(self) -> None:
-        """Forget everything that is cached."""
+        """Forget everything that is cached; states are zero."""
         for request in self._requests.values():
             self._blocks.free(request)
         self._requests.clear()
+        if self.states is not None:
+            # A check of its own sees to it that nothing is read of what a slot held before.
+            self.states.fill(range(self.states.num_slots), 0.0)
 
     def one_shot(self, tokens: Sequence[int]) -> Tensor:
         """Logits [len(tokens), vocab] of one forward over the text, without a cache."""
@@ -314,19 +313,34 @@ class _Steps:
         """The first of the rows that differ, as a problem; none where all agree."""
         self.empty()
         for label, ours, theirs in zip(labels, found, expected, strict=True):
-            off = _distance(ours, theirs)
-            if not off <= _TOLERANCE:
+            off = distance(ours, theirs)
+            if not off <= TOLERANCE:
                 token, right = int(ours.argmax()), int(theirs.argmax())
                 says = (
                     f"{label}: expected the logits of one forward over the text (greedy token {right}), "
-                    f"found them off by {off:.2g} of the greatest, where {_TOLERANCE:g} is allowed "
+                    f"found them off by {off:.2g} of the greatest, where {TOLERANCE:g} is allowed "
                     f"(greedy token {token})"
                 )
                 yield Problem(self._where, says, fix)
                 return
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
+def request_of(name: str, token_ids: Sequence[int], max_model_len: int) -> Request:
+    """A request as the engine would have it, which nothing but the check ends."""
+    params = SamplingParams(max_tokens=None)
+    prompt = TokenizedPrompt(None, list(token_ids))
+    return Request(
+        name,
+        prompt,
+        params,
+        SamplingState(params, prompt.token_ids, []),
+        eos_token_ids=frozenset(),
+        max_model_len=max_model_len,
+        tokenizer=None,
+    )
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
     """max|found - expected| / max|expected|; NaN where either has one."""
     scale = float(expected.abs().max())
     off = float((found - expected).abs().max())

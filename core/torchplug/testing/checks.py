@@ -21,10 +21,12 @@ from torchplug.testing.behaviour import (
     chunk_split,
     dtype_and_device,
 )
+from torchplug.testing.experts import expert_layers, expert_swap
 from torchplug.testing.findings import Advice, Finding
 from torchplug.testing.multimodal import mrope_positions, multimodal_counts, multimodal_order
 from torchplug.testing.processes import discovery_in_a_new_process, import_contract
 from torchplug.testing.promises import claims, registration, signatures, stubs
+from torchplug.testing.recurrence import fresh_state, layer_kinds, state_shapes, state_snapshots
 from torchplug.testing.specimen import Skip, Specimen, problems_of
 from torchplug.testing.weights import weights_round_trip
 
@@ -103,7 +105,8 @@ class Result:
 
 
 _SOUND: Final = ("registration", "claims", "signatures", "stubs")
-_LOADS: Final = (*_SOUND, "weights_round_trip")
+_BUILDS: Final = (*_SOUND, "layer_kinds", "state_shapes")
+_LOADS: Final = (*_BUILDS, "weights_round_trip")
 
 CHECKS: Final[tuple[Check, ...]] = (
     Check(registration, "one installed distribution offers the architecture, and its entry point leads to a class"),
@@ -117,10 +120,18 @@ CHECKS: Final[tuple[Check, ...]] = (
     Check(signatures, "every method can be called as the host and the hooks call it", needs=("registration",)),
     Check(stubs, "no claim rests on the empty method of an interface", needs=("registration",)),
     Check(
+        layer_kinds, "its flags, its config and the layers that it builds say the same of attention and state", _SOUND
+    ),
+    Check(
+        state_shapes,
+        "the state that the class names before it is built is the one that every recurrent layer keeps",
+        needs=(*_SOUND, "layer_kinds"),
+    ),
+    Check(
         weights_round_trip,
         "load_weights fills every parameter, each from its own tensor, names what it filled, and reports what is "
         "missing or too much",
-        needs=_SOUND,
+        needs=_BUILDS,
     ),
     Check(
         dtype_and_device,
@@ -141,6 +152,22 @@ CHECKS: Final[tuple[Check, ...]] = (
         chunk_split,
         "a prompt read in two steps, cut anywhere, gives what reading it at once gives",
         needs=_LOADS,
+    ),
+    Check(fresh_state, "a new request starts from no state at all, whatever its slot held before", needs=_LOADS),
+    Check(
+        state_snapshots,
+        "a prompt that goes on from a kept state gives what computing it from its beginning gives",
+        needs=_LOADS,
+    ),
+    Check(
+        expert_layers,
+        "the counts of experts fit each other, in one process and in two, and every expert layer can be balanced",
+        needs=_SOUND,
+    ),
+    Check(
+        expert_swap,
+        "moving experts between slots, weights and maps, changes no logits, and the loads follow",
+        needs=(*_LOADS, "expert_layers"),
     ),
     Check(
         multimodal_counts,

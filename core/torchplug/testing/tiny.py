@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchplug.errors import CheckpointError, Problem
 from torchplug.host.checkpoint import Checkpoint, TensorInfo
+from torchplug.layers.weights import CheckpointPart
 
 
 class TinyCheckpoint(Checkpoint):
@@ -72,15 +73,22 @@ def checkpoint_shapes(module: nn.Module, packed: Mapping[str, Sequence[str]]) ->
     """Names and shapes of the tensors of a checkpoint, as far as the module itself can tell them.
 
     They are those of its parameters, a tied one under its first name. A fused parameter that `packed` names is taken
-    apart, as in a checkpoint, where its layer has `out_features_list`.
+    apart, as in a checkpoint, where its layer has `out_features_list`; one whose layer has `checkpoint_spellings` in
+    the first of them.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in module.named_parameters():
         path, _, kind = name.rpartition(".")
         above, _, layer = path.rpartition(".")
         parts = packed.get(layer, ())
-        sizes = getattr(module.get_submodule(path), "out_features_list", ()) if parts else ()
-        if parts and len(parts) == len(sizes):
+        owner = module.get_submodule(path)
+        sizes = getattr(owner, "out_features_list", ()) if parts else ()
+        spelled: Mapping[str, CheckpointPart] = {}
+        if hasattr(type(owner), "checkpoint_spellings"):
+            spelled = owner.checkpoint_spellings()[0]  # type: ignore[operator]
+        if own := {part: piece.shape for part, piece in spelled.items() if piece.parameter == kind}:
+            shapes |= {f"{path}.{part}".lstrip("."): shape for part, shape in own.items()}
+        elif parts and len(parts) == len(sizes):
             for part, size in zip(parts, sizes, strict=True):
                 shapes[".".join(filter(None, (above, part, kind)))] = (size, *parameter.shape[1:])
         else:

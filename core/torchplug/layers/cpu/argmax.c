@@ -51,9 +51,10 @@ INLINE void argmax(const char *x, int64_t rows, int64_t size, int64_t *out, int 
 }
 
 /* out[row] = the first index of the greatest of x[row], -1 where there is a NaN. x: [rows, size]. */
-EXPORT void torchplug_argmax(const char *x, int64_t rows, int64_t size, int64_t *out, int threads, int dtype)
+EXPORT int torchplug_argmax(const char *x, int64_t rows, int64_t size, int64_t *out, int threads, int dtype)
 {
     if (rows == 1)
         threads = 1;
     BY_DTYPE(dtype, argmax(x, rows, size, out, threads, FLOAT32), argmax(x, rows, size, out, threads, BFLOAT16));
+    return 0;
 }

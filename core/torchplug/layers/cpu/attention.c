@@ -161,6 +161,11 @@ INLINE void run_task(const Step *step, const Heads *heads, int64_t request, int6
         const int64_t slot = ((int64_t)table[block] * step->block_size + offset) * slot_bytes + kv_head * head_bytes;
         key[j] = heads->keys + slot;
         value[j] = heads->values + slot;
+        /* Heads of other tasks lie between, which keeps the processor from fetching ahead on its own. */
+        for (int64_t k = 0; k < head_bytes; k += 64) {
+            __builtin_prefetch(key[j] + k, 0, 2);
+            __builtin_prefetch(value[j] + k, 0, 2);
+        }
         if (++offset == step->block_size)
             block++, offset = 0;
     }

@@ -72,6 +72,7 @@ def _loaded() -> ctypes.CDLL:
         raise Unavailable(f"there is no compiler {compiler[0]!r} on PATH")
     command = [path, *compiler[1:], *_FLAGS]
     name = f"kernels-{_identity(command)}.so"
+    _log.info("CPU kernels %s", name)
     directory = _cache_directory()
     if directory is None:
         # Nowhere to keep it: this process has one of its own, gone from the disk once it is loaded.

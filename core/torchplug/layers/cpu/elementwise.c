@@ -59,7 +59,7 @@ typedef struct {
 
 /* out = norm(x) * weight; with a residual, summed = x + residual and out = norm(summed) * weight. x: [outer, inner, size] with
    strides in bytes; the others [outer, inner, size] without gaps. */
-EXPORT void torchplug_rms_norm(const Norm *norm, const char *weight, const char *x, int64_t outer, int64_t inner,
+EXPORT int torchplug_rms_norm(const Norm *norm, const char *weight, const char *x, int64_t outer, int64_t inner,
                                int64_t outer_stride, int64_t inner_stride, const char *residual, char *out, char *summed, int threads)
 {
     const int64_t size = norm->size;
@@ -68,6 +68,7 @@ EXPORT void torchplug_rms_norm(const Norm *norm, const char *weight, const char 
     BY_DTYPE(norm->dtype,
              rms_norm(x, outer, inner, outer_stride, inner_stride, residual, weight, out, summed, size, norm->eps, threads, FLOAT32),
              rms_norm(x, outer, inner, outer_stride, inner_stride, residual, weight, out, summed, size, norm->eps, threads, BFLOAT16));
+    return 0;
 }
 
 INLINE void silu_and_mul(const char *x, char *out, int64_t rows, int64_t size, int threads, int dtype)
@@ -85,11 +86,48 @@ INLINE void silu_and_mul(const char *x, char *out, int64_t rows, int64_t size, i
 }
 
 /* out = silu(x[:, :size]) * x[:, size:]; x: [rows, 2 * size], out: [rows, size]. */
-EXPORT void torchplug_silu_and_mul(const char *x, char *out, int64_t rows, int64_t size, int threads, int dtype)
+EXPORT int torchplug_silu_and_mul(const char *x, char *out, int64_t rows, int64_t size, int threads, int dtype)
 {
     if (rows * size < WORTH_A_THREAD)
         threads = 1;
     BY_DTYPE(dtype, silu_and_mul(x, out, rows, size, threads, FLOAT32), silu_and_mul(x, out, rows, size, threads, BFLOAT16));
+    return 0;
+}
+
+INLINE void rotation(const int64_t *positions, const float *frequencies, char *cos_out, char *sin_out, int64_t rows, int64_t pairs,
+                     float scaling, int interleaved, int threads, int dtype)
+{
+    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t pair = 0; pair < pairs; pair++) {
+            const float angle = (float)positions[row] * frequencies[pair];
+            const float c = cosf(angle) * scaling, s = sinf(angle) * scaling;
+            const int64_t first = row * 2 * pairs + (interleaved ? 2 * pair : pair);
+            const int64_t second = first + (interleaved ? 1 : pairs);
+            put(cos_out, first, c, dtype), put(cos_out, second, c, dtype);
+            put(sin_out, first, -s, dtype), put(sin_out, second, s, dtype);
+        }
+}
+
+typedef struct {
+    int64_t pairs;
+    float scaling;
+    int interleaved, dtype;
+} Rotary;
+
+/* cos and sin [rows, 2 * pairs] of positions * frequencies, times the scaling, for each member of a pair; sin with the sign of
+   what it multiplies. */
+EXPORT int torchplug_rotation(const Rotary *rotary, const int64_t *positions, const float *frequencies, char *cos_out, char *sin_out,
+                              int64_t rows, int threads)
+{
+    if (rows * rotary->pairs < WORTH_A_THREAD / 64) /* a sine costs that much more than a sum */
+        threads = 1;
+    BY_DTYPE(rotary->dtype,
+             rotation(positions, frequencies, cos_out, sin_out, rows, rotary->pairs, rotary->scaling, rotary->interleaved, threads,
+                      FLOAT32),
+             rotation(positions, frequencies, cos_out, sin_out, rows, rotary->pairs, rotary->scaling, rotary->interleaved, threads,
+                      BFLOAT16));
+    return 0;
 }
 
 INLINE void turn_head(const char *x, const char *cos, const char *sin, char *out, int64_t rotary_dim, int64_t head_size,
@@ -126,11 +164,12 @@ INLINE void rotary(const char *x, int64_t x_stride, const char *cos, const char 
 }
 
 /* x: [rows, heads * head_size], rows x_stride bytes apart; cos, sin: [rows, rotary_dim]; out: [rows, heads * head_size]. */
-EXPORT void torchplug_rotary(const char *x, int64_t x_stride, const char *cos, const char *sin, char *out, int64_t rows,
+EXPORT int torchplug_rotary(const char *x, int64_t x_stride, const char *cos, const char *sin, char *out, int64_t rows,
                              int64_t heads, int64_t head_size, int64_t rotary_dim, int interleaved, int threads, int dtype)
 {
     if (rows * heads * head_size < WORTH_A_THREAD)
         threads = 1;
     BY_DTYPE(dtype, rotary(x, x_stride, cos, sin, out, rows, heads, head_size, rotary_dim, interleaved, threads, FLOAT32),
              rotary(x, x_stride, cos, sin, out, rows, heads, head_size, rotary_dim, interleaved, threads, BFLOAT16));
+    return 0;
 }

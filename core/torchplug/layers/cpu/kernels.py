@@ -26,10 +26,12 @@ from torchplug.layers.native import native_kernels_allowed
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 MOST_ROWS = 256
-"""Rows above which F.linear is as fast: it then spends little of its time on rearranging the weight."""
+"""Rows above which F.linear is as fast: it then spends little of its time on rearranging the weight. Measured in
+benchmarks/README.md."""
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
-_empty, _threads, _compiling = torch.empty, torch.get_num_threads, torch.compiler.is_compiling
+_empty, _empty_like, _threads = torch.empty, torch.empty_like, torch.get_num_threads
+_compiling = torch.compiler.is_compiling
 
 
 def readable(x: Tensor, dtype: torch.dtype) -> bool:
@@ -52,6 +54,7 @@ def linear(weight: Tensor) -> Product | None:
     dtype, (out_features, in_features) = weight.dtype, weight.shape
     matrix = _Matrix(in_features, out_features, code)
 
+    # Its last argument keeps the structure alive, of which only the address is used.
     def product(x: Tensor, weight: Tensor, bias: Tensor | None, matrix: _Matrix = matrix) -> Tensor:
         shape = x.shape
         rows = shape[0] if len(shape) == 2 else shape[:-1].numel()
@@ -59,8 +62,8 @@ def linear(weight: Tensor) -> Product | None:
             return F.linear(x, weight, bias)
         if not x.is_contiguous():
             x = x.contiguous()
-        y = _empty(rows, out_features, dtype=dtype)
-        added = None if bias is None else bias.data_ptr()
+        y = x.new_empty(rows, out_features)
+        added = 0 if bias is None else bias.data_ptr()
         run(address, weight.data_ptr(), added, x.data_ptr(), y.data_ptr(), rows, _threads())
         return y if len(shape) == 2 else y.view(*shape[:-1], out_features)
 
@@ -68,13 +71,74 @@ def linear(weight: Tensor) -> Product | None:
     return product
 
 
+class _Experts(ctypes.Structure):
+    _fields_ = (("gate_up", _Matrix), ("down", _Matrix), ("slots", c_int64))
+
+
+Experts = Callable[
+    [Tensor, Tensor, "Tensor | None", Tensor, "Tensor | None", Tensor, Tensor],
+    "Tensor | None",
+]
+
+
+def experts(w13: Tensor, w2: Tensor) -> Experts | None:
+    """(x, w13, b13, w2, b2, slots, weights) -> the weighted sum of each token's experts, gated by silu, for weights
+    [slots, 2 * inner, hidden] and [slots, hidden, inner] like these; None where there is no kernel.
+
+    x: [tokens, hidden]; slots int64 and weights float32, both [tokens, top_k]; a slot that there is not gives nothing.
+    The function raises MemoryError.
+    """
+    code = _CODES.get(w13.dtype)
+    run = _function("torchplug_experts") if w13.is_cpu and code is not None and w2.dtype is w13.dtype else None
+    if run is None:
+        return None
+    dtype, (num_slots, hidden, inner) = w13.dtype, w2.shape
+    layer = _Experts(_Matrix(hidden, 2 * inner, code), _Matrix(inner, hidden, code), num_slots)
+
+    def experts_of(
+        x: Tensor,
+        w13: Tensor,
+        b13: Tensor | None,
+        w2: Tensor,
+        b2: Tensor | None,
+        slots: Tensor,
+        weights: Tensor,
+        layer: _Experts = layer,
+    ) -> Tensor | None:
+        tokens, top_k = slots.shape
+        if (
+            tokens * top_k > MOST_ROWS * num_slots
+            or not readable(x, dtype)
+            or slots.dtype is not torch.int64
+            or weights.dtype is not torch.float32
+            or x.shape != (tokens, hidden)
+            or weights.shape != slots.shape
+            or not (w13.is_contiguous() and w2.is_contiguous())
+        ):
+            return None
+        x, slots, weights = x.contiguous(), slots.contiguous(), weights.contiguous()
+        y = _empty(tokens, hidden, dtype=dtype)
+        failed = run(
+            address, w13.data_ptr(), 0 if b13 is None else b13.data_ptr(),
+            w2.data_ptr(), 0 if b2 is None else b2.data_ptr(),
+            x.data_ptr(), slots.data_ptr(), weights.data_ptr(), y.data_ptr(), tokens, top_k, _threads(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory for the rows of a step's experts")
+        return y
+
+    address = ctypes.addressof(layer)
+    return experts_of
+
+
 class _Norm(ctypes.Structure):
     _fields_ = (("size", c_int64), ("eps", c_float), ("dtype", c_int))
 
 
-def rms_norm(
-    weight: Tensor, eps: float
-) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor] | None] | None:
+Normalise = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor] | None]
+
+
+def rms_norm(weight: Tensor, eps: float) -> Normalise | None:
     """(x, weight, residual) -> (normalised, x + residual) for weights like this one; None where there is no kernel, or
     the model is to be compiled."""
     code = _CODES.get(weight.dtype)
@@ -85,6 +149,7 @@ def rms_norm(
     dtype, size, (features,) = weight.dtype, weight.element_size(), weight.shape
     norm = _Norm(features, eps, code)
 
+    # As above, the last argument keeps the structure alive.
     def normalise(
         x: Tensor, weight: Tensor, residual: Tensor | None, norm: _Norm = norm
     ) -> tuple[Tensor, Tensor] | None:
@@ -97,19 +162,18 @@ def rms_norm(
             outer, inner, outer_stride, inner_stride = shape[0], shape[1], strides[0] * size, strides[1] * size
         else:
             return None
-        out = _empty(*shape, dtype=dtype)
-        if residual is None:
-            run(
-                address, weight.data_ptr(), x.data_ptr(), outer, inner, outer_stride, inner_stride,
-                None, out.data_ptr(), None, _threads(),
-            )  # fmt: skip
-            return out, x
-        if not readable(residual, dtype) or residual.shape != shape or not residual.is_contiguous():
-            return None
-        summed = _empty(*shape, dtype=dtype)
+        added, to = 0, 0
+        summed = x
+        if residual is not None:
+            if not readable(residual, dtype) or residual.shape != shape or not residual.is_contiguous():
+                return None
+            summed = _empty_like(residual)
+            added, to = residual.data_ptr(), summed.data_ptr()
+        # Half the price of `empty`, and without gaps where `x` is.
+        out = _empty_like(x) if x.is_contiguous() else _empty(*shape, dtype=dtype)
         run(
             address, weight.data_ptr(), x.data_ptr(), outer, inner, outer_stride, inner_stride,
-            residual.data_ptr(), out.data_ptr(), summed.data_ptr(), _threads(),
+            added, out.data_ptr(), to, _threads(),
         )  # fmt: skip
         return out, summed
 
@@ -126,7 +190,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor | None:
     if run is None or code is None:
         return None
     rows, size = shape[0], shape[1] // 2
-    out = _empty(rows, size, dtype=dtype)
+    out = gate_up.new_empty(rows, size)
     run(gate_up.data_ptr(), out.data_ptr(), rows, size, _threads(), code)
     return out
 
@@ -142,12 +206,40 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, interleaved: boo
     (rows, width), (row_stride, stride), (turned, _, rotary_dim) = x.shape, x.stride(), cos.shape
     if stride != 1 or width % head_size or turned != rows or sin.shape != cos.shape:
         return None
-    out = _empty(rows, width, dtype=dtype)
+    out = x.new_empty(rows, width)
     run(
         x.data_ptr(), row_stride * x.element_size(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
         rows, width // head_size, head_size, rotary_dim, interleaved, _threads(), code,
     )  # fmt: skip
     return out
+
+
+class _Rotary(ctypes.Structure):
+    _fields_ = (("pairs", c_int64), ("scaling", c_float), ("interleaved", c_int), ("dtype", c_int))
+
+
+@cache
+def _rotary(pairs: int, scaling: float, interleaved: bool, code: int) -> _Rotary:
+    return _Rotary(pairs, scaling, interleaved, code)
+
+
+def rotation(
+    positions: Tensor, frequencies: Tensor, dtype: torch.dtype, scaling: float, interleaved: bool
+) -> tuple[Tensor, Tensor] | None:
+    """cos and signed sin of a `Rotation`, [rows, 1, 2 * pairs], for positions [rows] and frequencies [pairs]; None
+    where there is no kernel for these."""
+    if not readable(positions, torch.int64) or not readable(frequencies, torch.float32) or frequencies.dim() != 1:
+        return None
+    run, code = _function("torchplug_rotation"), _CODES.get(dtype)
+    if run is None or code is None or not positions.is_contiguous() or not frequencies.is_contiguous():
+        return None
+    (rows,), (pairs,) = positions.shape, frequencies.shape
+    cos, sin = _empty(2, rows, 1, 2 * pairs, dtype=dtype).unbind()
+    structure = ctypes.addressof(_rotary(pairs, scaling, interleaved, code))
+    run(
+        structure, positions.data_ptr(), frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, _threads()
+    )  # fmt: skip
+    return cos, sin
 
 
 def argmax(x: Tensor) -> Tensor | None:
@@ -234,9 +326,10 @@ def paged_attention(
     if a != 1 or b != 1 or c != 1:
         contiguous = query.contiguous(), key.contiguous(), value.contiguous()
         return paged_attention(step, *contiguous, keys, values, num_kv_heads, head_size, scale)
-    out = _empty(step.requests, width, dtype=dtype)
+    out = query.new_empty(step.requests, width)
+    layer = _layer(num_kv_heads, width // (num_kv_heads * head_size), head_size, scale, _CODES[dtype])
     failed = run(
-        step.address, _layer(num_kv_heads, width // (num_kv_heads * head_size), head_size, scale, _CODES[dtype]),
+        step.address, ctypes.addressof(layer),
         query.data_ptr(), query_stride * size, key.data_ptr(), key_stride * size, value.data_ptr(), value_stride * size,
         keys.data_ptr(), values.data_ptr(), out.data_ptr(), _threads(),
     )  # fmt: skip
@@ -245,32 +338,17 @@ def paged_attention(
     return out
 
 
-_layers: list[_Layer] = []
-
-
 @cache
-def _layer(num_kv_heads: int, group: int, head_size: int, scale: float, code: int) -> int:
-    """The address of a structure that lives as long as the process."""
-    _layers.append(_Layer(num_kv_heads, group, head_size, scale, code))
-    return ctypes.addressof(_layers[-1])
-
-
-_ARGUMENTS = {
-    "torchplug_linear": 7,
-    "torchplug_rms_norm": 11,
-    "torchplug_silu_and_mul": 6,
-    "torchplug_rotary": 12,
-    "torchplug_argmax": 6,
-    "torchplug_paged_attention": 12,
-}
+def _layer(num_kv_heads: int, group: int, head_size: int, scale: float, code: int) -> _Layer:
+    return _Layer(num_kv_heads, group, head_size, scale, code)
 
 
 @cache
 def _function(name: str) -> Callable[..., int] | None:
+    """A kernel as a function of integers: sizes and addresses."""
     native = library()
     if native is None:
         return None
-    function = native[name]
-    # Every argument is an integer or an address; one type for all is what ctypes converts fastest.
-    function.argtypes = [c_void_p] * _ARGUMENTS[name]
-    return function
+    make = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p)(("torchplug_callable", native))
+    made: Callable[..., int] = make(ctypes.cast(native[name], c_void_p))
+    return made

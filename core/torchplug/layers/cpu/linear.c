@@ -109,9 +109,11 @@ INLINE void linear(const char *x, const char *w, const char *bias, char *y, int6
     int64_t block = BLOCK_BYTES / (w_stride + 1) / GROUP * GROUP;
     block = block < 8 * GROUP ? 8 * GROUP : block > BLOCK_ROWS ? BLOCK_ROWS / GROUP * GROUP : block;
     const int64_t tiles = (out + TILE - 1) / TILE;
-    #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t part = 0; part < threads; part++) {
-        const int64_t first = tiles * part / threads, last = tiles * (part + 1) / threads;
+    /* Several parts for each thread, where they are long: one that loses its core for a while does not hold up the others. */
+    const int64_t parts = tiles >= 128 * threads ? 8 * threads : threads;
+    #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t first = tiles * part / parts, last = tiles * (part + 1) / parts;
         float sums[BLOCK_ROWS * TILE];
         for (int64_t row = 0; row < rows; row += block) {
             const int64_t count = rows - row < block ? rows - row : block;
@@ -119,7 +121,7 @@ INLINE void linear(const char *x, const char *w, const char *bias, char *y, int6
             for (int64_t tile = first; tile < last; tile++) {
                 const int64_t column = tile * TILE, columns = out - column < TILE ? out - column : TILE;
                 const char *w_tile = w + column * w_stride;
-                const char *ahead = tile + 1 < last && out - column >= 2 * TILE ? w_tile + TILE * w_stride : 0;
+                const char *ahead = tile + 1 < tiles && out - column >= 2 * TILE ? w_tile + TILE * w_stride : 0;
                 for (int64_t k = 0; k < w_stride || k == 0; k += SLICE_BYTES) {
                     const int64_t bytes = w_stride - k < SLICE_BYTES ? w_stride - k : SLICE_BYTES;
                     if (columns == TILE)
@@ -158,8 +160,9 @@ typedef struct {
 } Matrix;
 
 /* w: [out, in]; bias: [out] or null; x: [rows, in]; y: [rows, out]. */
-EXPORT void torchplug_linear(const Matrix *matrix, const char *w, const char *bias, const char *x, char *y, int64_t rows, int threads)
+EXPORT int torchplug_linear(const Matrix *matrix, const char *w, const char *bias, const char *x, char *y, int64_t rows, int threads)
 {
     BY_DTYPE(matrix->dtype, linear(x, w, bias, y, rows, matrix->in, matrix->out, threads, FLOAT32),
              linear(x, w, bias, y, rows, matrix->in, matrix->out, threads, BFLOAT16));
+    return 0;
 }

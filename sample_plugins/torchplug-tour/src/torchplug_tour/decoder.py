@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchplug.layers import ExpertPlacement
 
 
 class CausalMean(nn.Module):
@@ -38,27 +39,29 @@ class DecayedSum(nn.Module):
 class Experts(nn.Module):
     """Each token is multiplied by the row of one expert, the one for which its gate is largest.
 
-    Logical experts are the checkpoint's. Physical experts are rows of `weight`, one per slot; without a balancer slot i
-    serves expert i and the redundant slots idle.
+    Logical experts are the checkpoint's. Physical experts are rows of `weight`, one per slot of this process; without
+    a balancer slot i serves expert i and the redundant slots idle. A token whose expert is in another process gives 0
+    here.
 
     Args:
         hidden_size: Width of a token.
-        num_experts: Logical experts.
-        num_slots: Physical experts of this process, at least `num_experts`.
+        placement: How many slots there are, and which of them are here.
     """
 
-    def __init__(self, hidden_size: int, num_experts: int, num_slots: int) -> None:
+    def __init__(self, hidden_size: int, placement: ExpertPlacement) -> None:
         super().__init__()
-        self.num_experts = num_experts
-        self.gate = nn.Linear(hidden_size, num_experts, bias=False)
-        self.weight = nn.Parameter(torch.empty(num_slots, hidden_size))
+        self.num_experts = placement.num_logical
+        self.first = placement.first_local
+        self.held = placement.initial_experts[self.first : self.first + placement.num_local]
+        self.gate = nn.Linear(hidden_size, self.num_experts, bias=False)
+        self.weight = nn.Parameter(torch.empty(placement.num_local, hidden_size))
         self.views: tuple[Tensor, Tensor, Tensor] | None = None
 
     def weight_loader(self, parameter: nn.Parameter, experts: Tensor) -> None:
         """The checkpoint has a row per logical expert; slot i starts with expert i modulo their number."""
         if experts.shape != (self.num_experts, parameter.shape[1]):
             raise ValueError(f"expected {[self.num_experts, parameter.shape[1]]}, found {list(experts.shape)}")
-        parameter.copy_(experts[torch.arange(len(parameter)) % self.num_experts])
+        parameter.copy_(experts[list(self.held)])
 
     def get_expert_weights(self) -> list[Tensor]:
         return [self.weight]
@@ -84,18 +87,20 @@ class Experts(nn.Module):
             turn = torch.arange(len(slots), device=slots.device) % replicas[slots]
             slots = slots_of[slots, turn]
             load.index_add_(0, slots, torch.ones_like(slots, dtype=load.dtype))
-        return hidden_states * self.weight[slots]
+        slots = slots - self.first
+        here = (slots >= 0) & (slots < len(self.weight))
+        return hidden_states * self.weight[slots.where(here, 0)] * here.unsqueeze(-1)
 
 
 class TourLayer(nn.Module):
     """A mixer ("attention" or "mamba"), then experts; a layer of kind "none" does nothing at all."""
 
-    def __init__(self, config: Any, kind: str, num_slots: int) -> None:
+    def __init__(self, config: Any, kind: str, placement: ExpertPlacement) -> None:
         super().__init__()
         if kind not in ("attention", "mamba", "none"):
             raise ValueError(f"config.json: layers_block_type holds {kind!r}, expected attention, mamba or none")
         self.mixer = {"attention": CausalMean, "mamba": lambda: DecayedSum(config.decay), "none": lambda: None}[kind]()
-        self.experts = None if kind == "none" else Experts(config.hidden_size, config.num_experts, num_slots)
+        self.experts = None if kind == "none" else Experts(config.hidden_size, placement)
 
     def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         if self.mixer is None or self.experts is None:
@@ -107,10 +112,10 @@ class TourLayer(nn.Module):
 class TourDecoder(nn.Module):
     """Token embeddings and the layers."""
 
-    def __init__(self, config: Any, num_slots: int) -> None:
+    def __init__(self, config: Any, placement: ExpertPlacement) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(TourLayer(config, kind, num_slots) for kind in config.layers_block_type)
+        self.layers = nn.ModuleList(TourLayer(config, kind, placement) for kind in config.layers_block_type)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.embed_tokens(input_ids)

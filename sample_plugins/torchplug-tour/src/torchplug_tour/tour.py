@@ -28,7 +28,7 @@ from torchplug.interfaces import (
     SupportsMRoPE,
     SupportsMultiModal,
 )
-from torchplug.layers import load_weights
+from torchplug.layers import ExpertPlacement, load_weights
 
 from torchplug_tour.decoder import TourDecoder
 
@@ -62,9 +62,16 @@ class TourForCausalLM(
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.config = config
-        slots = config.num_experts + config.num_redundant_experts
+        parallel = vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1
+        placement = ExpertPlacement(
+            config.num_experts,
+            config.num_redundant_experts + parallel.eplb_config.num_redundant_experts,
+            ranks,
+            parallel.rank % ranks,
+        )
         with self._mark_language_model(vllm_config):
-            self.language_model = TourDecoder(config, slots)
+            self.language_model = TourDecoder(config, placement)
         with self._mark_tower_model(vllm_config, "image"):
             self.image_tower = nn.Linear(config.patch_size, config.hidden_size, bias=False)
         with self._mark_tower_model(vllm_config, "audio"):
@@ -77,9 +84,10 @@ class TourForCausalLM(
         self.num_moe_layers = len(self.moe_layers)
         self.num_expert_groups = 1
         self.num_logical_experts = self.num_routed_experts = config.num_experts
-        self.num_physical_experts = self.num_local_physical_experts = slots
+        self.num_physical_experts = placement.num_physical
+        self.num_local_physical_experts = placement.num_local
         self.num_shared_experts = 0
-        self.num_redundant_experts = config.num_redundant_experts
+        self.num_redundant_experts = placement.num_redundant
 
     # -- class phase: no weights, no device ------------------------------------------------------------------
 
