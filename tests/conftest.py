@@ -145,9 +145,10 @@ def make_site(tmp_path, monkeypatch):
     """make_site("a") makes a directory of distributions and appends it to the import path.
 
     Nothing else that is installed is seen, and no selection is in force. `make_site.pythonpath()` is the path for a
-    subprocess.
+    subprocess, and `make_site.elsewhere("b")` a directory that is not on it.
     """
-    monkeypatch.delenv("TORCHPLUG_PLUGINS", raising=False)
+    for variable in ("TORCHPLUG_PLUGINS", "TORCHPLUG_ALLOWLIST"):
+        monkeypatch.delenv(variable, raising=False)
     bare = [path for path in sys.path if not any(Path(path or ".").glob("*.dist-info"))]
     monkeypatch.setattr(sys, "path", bare)
     sites = []
@@ -159,6 +160,7 @@ def make_site(tmp_path, monkeypatch):
         return site
 
     make.pythonpath = lambda: os.pathsep.join(filter(None, [*sites, os.environ.get("PYTHONPATH")]))
+    make.elsewhere = lambda name: FakeSite(tmp_path / name)
     yield make
     for name, module in list(sys.modules.items()):  # what a test imported from its site is not there for the next one
         if (getattr(module, "__file__", None) or "").startswith(tuple(sites) or " "):

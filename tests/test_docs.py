@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from torchplug.cli import COMMANDS, main
 from torchplug.cli.api import api_as_dict
@@ -187,7 +188,11 @@ def test_commands_exist_with_their_options(page):
         if name == "COMMAND":
             continue
         assert name in COMMANDS, command
-        known = {option for each in main.get_command(None, name).params for option in each.opts} | {"--help"}
+        found = main.get_command(None, name)
+        if isinstance(found, click.Group) and rest and not rest[0].startswith("-"):
+            assert rest[0] in found.commands, command
+            found = found.commands[rest[0]]
+        known = {option for each in found.params for option in each.opts} | {"--help"}
         assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= known, command
 
 

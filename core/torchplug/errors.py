@@ -84,6 +84,14 @@ class ParallelConfigError(TorchplugError, ValueError):
     """A model cannot be spread over processes in the way that the parallel settings ask for."""
 
 
+class DistributedError(TorchplugError):
+    """A process of a distributed job died, did not answer in time or disagrees with the others."""
+
+
+class PlanMismatch(DistributedError):
+    """The plugins of this process are not those that its parent planned with."""
+
+
 class RequestError(TorchplugError, ValueError):
     """One request (a prompt, its parameters, its inputs) is not acceptable; other requests go on."""
 

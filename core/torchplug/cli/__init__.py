@@ -44,6 +44,9 @@ COMMANDS: Final[dict[str, LazyCommand]] = {
     "api": LazyCommand("torchplug.cli.api:api", "The hooks of this release, for authors and for comparing releases."),
     "generate": LazyCommand("torchplug.cli.generate:generate", "Answer prompts with a model."),
     "bench": LazyCommand("torchplug.cli.bench:bench", "How fast a model runs here: throughput, latency, startup."),
+    "eplb": LazyCommand(
+        "torchplug.cli.eplb:eplb", "Expert load balancing: simulate it on a trace or a synthetic load."
+    ),
     "chat": LazyCommand("torchplug.cli.chat:chat", "Talk to a model in the terminal."),
     "convert": LazyCommand("torchplug.cli.convert:convert", "Write a GGUF file as a checkpoint directory."),
 }

@@ -17,7 +17,8 @@ def list_command(plugins: str | None, owners: dict[str, str], as_json: bool) -> 
 
     Reads package metadata only: neither a plugin nor torch is imported, so it works when a plugin is broken. The status
     is "ok"; "conflict" where several distributions offer an architecture and none was chosen, "owner" and "passed over"
-    where one was; "blocked" where the selection disables it; "malformed" or "no module" where it could not be imported.
+    where one was; "blocked" where the selection disables it or an allowlist lacks it; "malformed" or "no module" where
+    it could not be imported.
     """
     catalogue = open_catalogue(plugins, owners)
     models, wrappers = rows.models(catalogue), rows.wrappers(catalogue)

@@ -70,7 +70,7 @@ def _status(row: PluginRow, catalogue: Catalogue) -> tuple[str, str]:
     from torchplug.host.selection import normalized
 
     if row in catalogue.blocked:
-        return BLOCKED, f"disabled by the selection {catalogue.selection}"
+        return BLOCKED, catalogue.why_blocked(row)
     if row.malformed_value:
         return MALFORMED, row.malformed_value
     if not locate.module_exists(row.module):

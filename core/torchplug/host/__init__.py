@@ -6,7 +6,7 @@ Importing this module and creating a `Host` reads entry-point metadata only; tor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchplug.host.catalogue import Catalogue, ModelPlugin
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchplug.host.checkpoint import Checkpoint
     from torchplug.host.loading import Progress
     from torchplug.host.model import LoadedModel, ModelClass
+    from torchplug.host.plan import Plan
     from torchplug.host.wrappers import Wrapper
 
 
@@ -28,10 +29,18 @@ class Host:
     Args:
         plugins: Which distributions take part, e.g. "*,-foo"; None reads TORCHPLUG_PLUGINS.
         owners: Architecture to distribution, where more than one offers it.
+        allowlist: The distributions whose code may be imported, e.g. "foo,bar"; nothing of another one is, whatever
+            `plugins` says. None reads TORCHPLUG_ALLOWLIST; where both are given, both have to name it, and where
+            neither is, every distribution is trusted.
     """
 
-    def __init__(self, plugins: str | None = None, owners: Mapping[str, str] | None = None) -> None:
-        self.catalogue = Catalogue(selection=plugins, owners=owners)
+    def __init__(
+        self,
+        plugins: str | None = None,
+        owners: Mapping[str, str] | None = None,
+        allowlist: str | None = None,
+    ) -> None:
+        self.catalogue = Catalogue(selection=plugins, owners=owners, allowlist=allowlist)
         self._classes: dict[str, ModelClass] = {}
         self._wrappers: tuple[Wrapper, ...] | None = None
         self._warned = False
@@ -63,6 +72,20 @@ class Host:
             report = inspect_class(cls, subject=subject_of(plugin))
             self._classes[architecture] = ModelClass(cls, report, plugin, self.wrappers())
         return self._classes[architecture]
+
+    def plan(self, architectures: Iterable[str]) -> Plan:
+        """What the other processes of a job have to find, for these architectures and the enabled wrapper plugins.
+
+        Pass `plan(...).to_json()` to each worker, which calls `Plan.verify` with it (`torchplug.host.plan`). Hashes
+        files and imports no plugin.
+
+        Raises:
+            PluginError: Nobody or more than one offers an architecture.
+        """
+        from torchplug.host.plan import Plan
+
+        self._warn_once()
+        return Plan.of(self.catalogue, architectures)
 
     def _warn_once(self) -> None:
         """Pass on what the catalogue noticed, e.g. an unknown name in the selection, when the host is first used."""

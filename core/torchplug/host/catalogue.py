@@ -7,6 +7,7 @@ are read only for rows that are shown, selected by distribution or in conflict. 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from importlib_metadata import EntryPoint
+
+    from torchplug.host.trust import Allowlist
 
 MODELS: Final = "torchplug.models.v1"
 """Entry-point group of model plugins: name = architecture, value = `package.module:Class`."""
@@ -136,15 +139,29 @@ class Catalogue:
     Args:
         selection: Which distributions are enabled (grammar: `torchplug.host.selection`); None reads TORCHPLUG_PLUGINS.
         owners: For an architecture that several distributions offer, the name of the one that serves it.
+        allowlist: Which distributions are trusted (`torchplug.host.trust`); None reads TORCHPLUG_ALLOWLIST, and where
+            that is not set all are.
 
     Attributes:
         models: Enabled offers of each architecture. More than one offer is a conflict until an owner is chosen.
-        blocked: Rows that the selection disables.
+        blocked: Rows that the selection disables, or whose distribution is not trusted.
+        allowlist: The trusted distributions, or None (open).
         unreadable: Metadata that could not be read: (where, what happened).
         warnings: Texts for the user, e.g. a name in the selection that no plugin has. Never fatal.
     """
 
-    def __init__(self, *, selection: str | None = None, owners: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        selection: str | None = None,
+        owners: Mapping[str, str] | None = None,
+        allowlist: str | None = None,
+    ) -> None:
+        self.allowlist: Allowlist | None = None
+        if allowlist is not None or "TORCHPLUG_ALLOWLIST" in os.environ:
+            from torchplug.host.trust import Allowlist
+
+            self.allowlist = Allowlist.in_force(allowlist)
         self.selection = Selection.in_force(selection)
         self.owners: Mapping[str, str] = dict(owners or {})
         self.blocked: list[ModelPlugin | WrapperPlugin] = []
@@ -152,13 +169,13 @@ class Catalogue:
         entry_points, self.unreadable = read_entry_points()
         models: dict[str, list[ModelPlugin]] = {}
         wrappers: list[WrapperPlugin] = []
-        everything = self.selection.text is None
+        everything = self.selection.text is None and self.allowlist is None
         for entry_point in entry_points:
             group = entry_point.group
             if group != MODELS and group != WRAPPERS:
                 continue
             row = ModelPlugin(entry_point) if group == MODELS else WrapperPlugin(entry_point)
-            if not everything and not self.selection.enables(row.distribution):
+            if not everything and not self._enables(row.distribution):
                 self.blocked.append(row)
             elif isinstance(row, WrapperPlugin):
                 wrappers.append(row)
@@ -184,6 +201,16 @@ class Catalogue:
                 )
             )
         return self._wrappers_in_order
+
+    def _enables(self, distribution: str | None) -> bool:
+        trusted = self.allowlist is None or self.allowlist.trusts(distribution)
+        return trusted and self.selection.enables(distribution)
+
+    def why_blocked(self, row: PluginRow) -> str:
+        """Why a row is among the blocked ones."""
+        if self.allowlist is not None and not self.allowlist.trusts(row.distribution):
+            return f"its distribution is not on the allowlist {self.allowlist}"
+        return f"disabled by the selection {self.selection}"
 
     def rows(self) -> Iterator[ModelPlugin | WrapperPlugin]:
         """Every row, enabled or blocked."""

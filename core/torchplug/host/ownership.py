@@ -147,6 +147,10 @@ def _absent(catalogue: Catalogue, architecture: str, chosen: str | None) -> list
 
 
 def _blocked(catalogue: Catalogue, row: ModelPlugin) -> Problem:
+    if catalogue.allowlist is not None and not catalogue.allowlist.trusts(row.distribution):
+        lists = " and ".join(catalogue.allowlist.sources)
+        fix = f"if its code may run here, add {row.distribution or 'its name'!r} to {lists}"
+        return Problem("", f"{row.origin} offers it, and {catalogue.why_blocked(row)}", fix)
     wider = catalogue.selection.including(row.distribution) if row.distribution else "*"
     environment = f", or change {catalogue.selection.source}" if catalogue.selection.source else ""
     return Problem(
