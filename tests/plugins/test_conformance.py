@@ -14,6 +14,9 @@ OURS = sorted(
 
 NOT_ITS_KIND = {
     NO_EXPERTS,
+    "the class claims no state and builds no RecurrentLayer",
+    "the class builds no RecurrentLayer",
+    "the class does not claim SupportsMambaPrefixCaching",
     "the class does not claim SupportsMultiModal",
     "the class does not claim SupportsMRoPE",
 }
