@@ -86,7 +86,7 @@ Normalise = Callable[[Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tenso
 
 
 def rms_norm(weight: Tensor) -> Normalise | None:
-    """(x, weight, residual, eps) -> (normalised, x + residual) for weights like this one; None where there is no kernel."""
+    """(x, weight, residual, eps) -> (normalised, x + residual) for weights like this one; None without a kernel."""
     code = _CODES.get(weight.dtype)
     run = _function("torchplug_rms_norm") if weight.is_cpu and code is not None else None
     if run is None:
