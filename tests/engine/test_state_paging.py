@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchplug.engine.sampling_params import SamplingParams
-from torchplug.errors import RequestError
+from torchplug.errors import PluginError, RequestError
 from torchplug.layers import Attention, RecurrentLayer
 
 torch.set_num_threads(1)
@@ -227,7 +227,7 @@ def test_a_failed_step_leaves_no_state_behind(recurrent, engine_of, check):
         engine.add_request(name, prompt, greedy(9))
     engine.step()
     module.fail_at = 1
-    with pytest.raises(RuntimeError, match="planted"):
+    with pytest.raises(PluginError, match="planted"):
         engine.step()
     module.fail_at = None
     snapshots = engine._blocks.snapshots

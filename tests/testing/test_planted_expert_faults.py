@@ -174,10 +174,18 @@ def planted(make_package, *faults):
     return check_model(make_package(layers, *faults, healthy="healthy_experts.py").name)
 
 
+OF_OTHER_KINDS = {
+    *("layer_kinds", "state_shapes", "fresh_state", "state_snapshots"),
+    *("multimodal_counts", "multimodal_order", "mrope_positions"),
+}
+"""Checks that do not apply to a class without recurrent layers that reads text alone."""
+
+
 def test_a_healthy_mixture_of_experts_passes_every_check(make_package):
     results = planted(make_package)
-    found = {result.check.name: result.reason or str(result.outcome) for result in results}
-    assert found == {check.name: str(Outcome.OK) for check in CHECKS}
+    assert {result.check.name: result.outcome for result in results} == {
+        check.name: Outcome.SKIPPED if check.name in OF_OTHER_KINDS else Outcome.OK for check in CHECKS
+    }
     notes = {result.check.name: result.notes for result in results}["expert_swap"]
     assert notes == ("slots moved in float32 on cpu", "slots moved in bfloat16 on cpu")
 
