@@ -127,8 +127,5 @@ def intermediate_size_of(config: Any) -> int:
     width = config.get("block_ff_dim") or config.intermediate_size
     if not config.block_auto_adjust_ff_dim:
         return width
-    width = int(2 * width / 3)
-    if config.block_ffn_dim_multiplier is None:
-        return width
-    width, multiple = int(config.block_ffn_dim_multiplier * width), config.block_multiple_of
+    width, multiple = int(config.block_ffn_dim_multiplier * int(2 * width / 3)), config.block_multiple_of
     return multiple * -(-width // multiple)
