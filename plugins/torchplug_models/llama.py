@@ -115,8 +115,10 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """Llama with its language-model head. A family whose layers differ from Llama's replaces `decoder_layer`."""
+    """Llama with its language-model head. A family whose layers differ from Llama's replaces `decoder_layer`, one whose
+    stack differs `stack`."""
 
+    stack: ClassVar[type[LlamaModel]] = LlamaModel
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
@@ -135,11 +137,11 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        stack = f"{prefix}.model.layers".lstrip(".")
-        self.model = LlamaModel(
+        layers = f"{prefix}.model.layers".lstrip(".")
+        self.model = self.stack(
             config,
             self.rotary_embedding(config),
-            [self.decoder_layer(vllm_config, index, f"{stack}.{index}") for index in range(config.num_hidden_layers)],
+            [self.decoder_layer(vllm_config, index, f"{layers}.{index}") for index in range(config.num_hidden_layers)],
             self.norm_eps(config),
         )
         self.lm_head = ParallelLMHead(

@@ -58,6 +58,16 @@ def test_linear(rows, in_features, out_features, bias, dtype):
     close(found, F.linear(x.double(), w.double(), None if b is None else b.double()), 8.0)
 
 
+def test_sums_that_are_not_rounded():
+    x, w = torch.randn(300, 200).bfloat16(), torch.randn(21, 200).bfloat16()
+    exact = F.linear(x.double(), w.double())
+    product = kernels.linear(w, result=torch.float32)
+    found = product(x[:9], w, None)
+    assert found.dtype is torch.float32
+    close(found, exact[:9], 32.0)
+    assert product(x, w, None).dtype is torch.float32  # so many rows are left to torch
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rows_result_does_not_depend_on_its_batch(dtype):
     x, w = torch.randn(41, 300).to(dtype), torch.randn(50, 300).to(dtype)
@@ -88,15 +98,15 @@ def test_the_weight_is_read_where_it_is_now():
 @pytest.mark.parametrize("shape", [(0, 8), (1, 1), (1, 16), (3, 37), (2, 5, 64), (40, 500), (4, 3, 24)])
 def test_rms_norm(shape, dtype):
     weight, eps = torch.randn(shape[-1]).to(dtype), 1e-5
-    norm = kernels.rms_norm(weight, eps)
+    norm = kernels.rms_norm(weight)
     wide = torch.randn(*shape[:-1], shape[-1] + 7).to(dtype)
     x, residual = wide[..., : shape[-1]], torch.randn(shape).to(dtype)
 
     def exact(x):
         return x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
-    close(norm(x, weight, None)[0], exact(x))
-    normalised, total = norm(x, weight, residual)
+    close(norm(x, weight, None, eps)[0], exact(x))
+    normalised, total = norm(x, weight, residual, eps)
     assert torch.equal(total, x + residual)
     close(normalised, exact(total))
 

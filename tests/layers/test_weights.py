@@ -266,3 +266,28 @@ def test_tensors_of_a_stage_that_was_left_out_are_skipped():
     assert load_weights(module, weights.items()) == {"head.weight"}
     with pytest.raises(WeightsMismatch, match=r"towers\.weight"):
         load_weights(module, {**weights, "towers.weight": torch.ones(1)}.items())
+
+
+def test_a_name_s_beginning_is_replaced_by_the_first_that_fits_and_never_twice():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.visual = nn.Linear(2, 2, bias=False)
+            self.language_model = nn.ModuleDict({"model": nn.Linear(2, 2, bias=False)})
+
+    inner = "language_model.model."
+    prefixes = {"model.visual.": "visual.", "model.language_model.": inner, "model.": inner}
+    for names in (
+        ("visual.weight", "model.weight"),
+        ("model.visual.weight", "model.language_model.weight"),
+        ("visual.weight", "language_model.model.weight"),
+    ):
+        module = Both()
+        tensors = [torch.randn(2, 2), torch.randn(2, 2)]
+        loaded = load_weights(module, zip(names, tensors, strict=True), prefixes=prefixes)
+        assert loaded == {"visual.weight", "language_model.model.weight"}
+        assert torch.equal(module.visual.weight, tensors[0])
+        assert torch.equal(module.language_model["model"].weight, tensors[1])
+    with pytest.raises(WeightsMismatch) as caught:
+        load_weights(Both(), [("model.nothing", torch.ones(1))], prefixes=prefixes)
+    assert "model.nothing" in [problem.where for problem in caught.value.problems]

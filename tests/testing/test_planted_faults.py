@@ -166,9 +166,13 @@ def assert_only(results, name, text):
     assert text in failed[name] and "fix: " in failed[name]
 
 
-OF_OTHER_KINDS = {"layer_kinds", "state_shapes", "fresh_state", "state_snapshots", "expert_layers", "expert_swap"}
-"""Checks that do not apply to a class without recurrent layers and experts; test_planted_state_faults.py and
-test_planted_expert_faults.py prove them."""
+OF_OTHER_KINDS = {
+    *("layer_kinds", "state_shapes", "fresh_state", "state_snapshots"),
+    *("expert_layers", "expert_swap"),
+    *("multimodal_counts", "multimodal_order", "mrope_positions"),
+}
+"""Checks that do not apply to a class without recurrent layers, experts and items; test_planted_state_faults.py,
+test_planted_expert_faults.py and test_planted_multimodal_faults.py prove them."""
 
 
 def test_a_healthy_class_passes_every_check(make_package):

@@ -98,11 +98,13 @@ class MultiModalFeatureSpec:
         modality: "image", "video", "audio", ...
         mm_position: Where its tokens stand in the prompt.
         data: The processor's outputs for this item by name, e.g. `image_grid_thw`; None once nobody needs them.
+        identifier: A name for its content: items with the same one are the same in every respect; "" where unknown.
     """
 
     modality: str
     mm_position: PlaceholderRange
     data: Mapping[str, Any] | None = None
+    identifier: str = ""
 
 
 @dataclass(frozen=True, slots=True)

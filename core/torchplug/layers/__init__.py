@@ -18,7 +18,12 @@ from torchplug.layers.mamba import MambaMixer
 from torchplug.layers.mamba2 import MambaMixer2
 from torchplug.layers.moe import FusedMoE
 from torchplug.layers.moe_model import FusedMoEModel
+from torchplug.layers.mrope import MRotaryEmbedding, axial_rotary, mrope_rows
+from torchplug.layers.mrope_positions import GridSpan, mrope_positions
+from torchplug.layers.multimodal import _merge_multimodal_embeddings as merge_multimodal_embeddings
 from torchplug.layers.norm import RMSNorm
+from torchplug.layers.packed_attention import PackedSequences, attend_packed, pack_sequences
+from torchplug.layers.patch_embed import PatchEmbed, image_patches
 from torchplug.layers.placement import ExpertPlacement
 from torchplug.layers.recurrent import RecurrentLayer
 from torchplug.layers.rope_scaling import rope_from_config, softmax_scaling
@@ -46,13 +51,17 @@ __all__ = [
     "FusedMoE",
     "FusedMoEModel",
     "GatedRMSNorm",
+    "GridSpan",
     "GroupScore",
     "KVCacheSpec",
     "Linear",
+    "MRotaryEmbedding",
     "MambaMixer",
     "MambaMixer2",
     "MergedColumnParallelLinear",
+    "PackedSequences",
     "ParallelLMHead",
+    "PatchEmbed",
     "QKVParallelLinear",
     "RMSNorm",
     "RecurrentLayer",
@@ -67,15 +76,22 @@ __all__ = [
     "WeightsMismatch",
     "allocate_kv_cache",
     "apply_rotary",
+    "attend_packed",
+    "axial_rotary",
     "get_act_and_mul",
     "get_act_fn",
     "get_conv_copy_spec",
     "get_forward_context",
     "get_temporal_copy_spec",
+    "image_patches",
     "layer_window",
     "load_weights",
     "mamba1_state_shapes",
     "mamba2_state_shapes",
+    "merge_multimodal_embeddings",
+    "mrope_positions",
+    "mrope_rows",
+    "pack_sequences",
     "rope_from_config",
     "short_conv_state_shapes",
     "softmax_scaling",

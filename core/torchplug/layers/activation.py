@@ -14,6 +14,13 @@ from torchplug.layers.cpu import kernels
 # transformers' gelu_new, gelu_fast and gelu_pytorch_tanh are one function: the tanh form of Hendrycks and Gimpel,
 # Gaussian Error Linear Units, 2016.
 _gelu_tanh = partial(F.gelu, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    """The sigmoid form of the same paper, section 2; CLIP and Qwen2-VL's towers have it."""
+    return x * (1.702 * x).sigmoid()
+
+
 _BY_NAME: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -21,6 +28,7 @@ _BY_NAME: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": _gelu_tanh,
     "gelu_fast": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
     "relu": F.relu,
 }
 

@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if self._native is not None:
-            found = self._native(x, self._parameters["weight"], residual)  # type: ignore[arg-type]
+            found = self._native(x, self._parameters["weight"], residual, self.eps)  # type: ignore[arg-type]
             if found is not None:
                 return found[0] if residual is None else found
         if residual is None:
@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
 
     def process_weights_after_loading(self) -> None:
         """Choose how to compute here; called once by the loader."""
-        self._native = kernels.rms_norm(self.weight, self.eps)
+        self._native = kernels.rms_norm(self.weight)
 
     def extra_repr(self) -> str:
         return f"{self._shape[0]}, eps={self.eps}"

@@ -1,19 +1,21 @@
 """Which rotary embedding a config asks for: both spellings, and the ways to stretch a context.
 
 Sources: Chen et al., Position Interpolation, 2023 ("linear"); Peng et al., YaRN, 2023, section 3.1 (NTK-aware, here
-"dynamic") and 3.2 ("yarn"); the Llama 3.1 release ("llama3").
+"dynamic") and 3.2 ("yarn"); the Llama 3.1 release ("llama3"). Where the config has an `mrope_section`, the positions
+have several rows (`mrope`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torchplug.config import HfConfig
 from torchplug.errors import CheckpointError, Problem
+from torchplug.layers.mrope import MRotaryEmbedding, mrope_rows
 from torchplug.layers.rotary import DynamicNTKRotaryEmbedding, RotaryEmbedding, inverse_frequencies
 
 
@@ -25,7 +27,8 @@ def rope_from_config(
     Args:
         hf_config: Has `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` with "rope_type" or "type"
             (before), or neither. Where a file has both spellings, `rope_scaling` wins, as in transformers; what stands
-            inside wins over `rope_theta` and `partial_rotary_factor` beside it.
+            inside wins over `rope_theta` and `partial_rotary_factor` beside it. With `mrope_section` inside, the result
+            is an MRotaryEmbedding.
         head_dim: Size of one head.
         max_positions: The model's `max_position_embeddings`.
         interleaved: Style of the pairs, which the architecture decides, not the config.
@@ -36,6 +39,8 @@ def rope_from_config(
     """
     p = _Parameters(hf_config)
     kind = p.inside.get("rope_type") or p.inside.get("type") or "default"
+    if kind == "mrope":  # Qwen2-VL's first files call it so; the section says it, and the frequencies are plain
+        kind = "default"
     if not isinstance(kind, str) or kind not in _KINDS:
         raise p.error(p.kind_key, f"{kind!r} is not a known type", f"one of {', '.join(sorted(_KINDS))}")
     base = p.number("rope_theta", theta, above=1)
@@ -46,7 +51,23 @@ def rope_from_config(
             f"turns {rotary_dim} of {head_dim} dimensions of a head",
             "an even number of dimensions from 2 to the head size",
         )
-    return _KINDS[kind](p, base, rotary_dim, max_positions, interleaved)
+    rotary = _KINDS[kind](p, base, rotary_dim, max_positions, interleaved)
+    return rotary if p.inside.get("mrope_section") is None else _by_rows(p, rotary)
+
+
+def _by_rows(p: _Parameters, rotary: RotaryEmbedding) -> MRotaryEmbedding:
+    """The same frequencies, turned by several rows of positions."""
+    section, pairs = p.inside["mrope_section"], len(rotary.inv_freq)
+    if not isinstance(section, Sequence) or not all(type(size) is int and size >= 0 for size in section):
+        raise p.error("mrope_section", f"expected a list of pairs per row, found {section!r}", _CORRECT)
+    if len(section) < 2 or sum(section) != pairs:
+        says = f"{section} has {sum(section)} pairs in {len(section)} rows, the head turns {pairs}"
+        raise p.error("mrope_section", says, f"two rows or more that add up to {pairs}")
+    if rotary.depends_on_length:
+        raise p.error(p.kind_key, "the dynamic type has no M-RoPE", "use another type")
+    rows = mrope_rows(section, interleaved=p.flag("mrope_interleaved", False))
+    scaling = rotary.attention_scaling
+    return MRotaryEmbedding(rotary.inv_freq, rows, attention_scaling=scaling, interleaved=rotary.interleaved)
 
 
 def softmax_scaling(hf_config: HfConfig) -> float:
@@ -94,6 +115,12 @@ class _Parameters:
             raise self.error(key, "is needed by this type and missing", _CORRECT)
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
             raise self.error(key, f"expected a number above {above}, found {value!r}", _CORRECT)
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.inside.get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"expected true or false, found {value!r}", _CORRECT)
         return value
 
     def error(self, key: str, says: str, fix: str) -> CheckpointError:

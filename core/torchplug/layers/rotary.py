@@ -95,7 +95,10 @@ class RotaryEmbedding(nn.Module):
         native = kernels.rotation(positions, frequencies, dtype, self.attention_scaling, self.interleaved)
         if native is not None:
             return Rotation(*native, self.interleaved)
-        angles = positions[:, None].float() * frequencies
+        return self._rotation(positions[:, None].float() * frequencies, dtype)
+
+    def _rotation(self, angles: Tensor, dtype: torch.dtype) -> Rotation:
+        """angles: float32 [num_tokens, rotary_dim / 2]."""
         angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos(), angles.sin() * self._signed_scaling
         if self.attention_scaling != 1.0:

@@ -63,6 +63,7 @@ def load_weights(
     skip: Sequence[str] = (),
     packed: Mapping[str, Sequence[str]] | None = None,
     transposed: Sequence[str] = (),
+    prefixes: Mapping[str, str] | None = None,
 ) -> set[str]:
     """Fill the parameters and persistent buffers of `module` by name; a class's own `load_weights` is usually a call of
     this.
@@ -77,6 +78,10 @@ def load_weights(
         packed: The class's `packed_modules_mapping`: fused module and the ordered names of its parts in checkpoints,
             {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}. A checkpoint that holds the fused tensor itself is taken too.
         transposed: Checkpoint names, matched as in `skip`, of matrices stored as [in, out], as GPT-2's Conv1D does.
+        prefixes: Beginnings of checkpoint names, up to a dot, and what the module calls them; the first that fits
+            counts. Multimodal checkpoints come with their parts in several orders: {"model.language_model.":
+            "language_model.model.", "model.visual.": "visual.", "lm_head.": "language_model.lm_head."}. Comes before
+            `rename`.
 
     Returns the names of what was filled, each tied parameter under all its names.
 
@@ -98,7 +103,7 @@ def load_weights(
                 continue
             if _matches(name, transposed):
                 tensor = tensor.t() if tensor.dim() == 2 else tensor
-            filling.take(name, _renamed(name, rename or {}), tensor)
+            filling.take(name, _renamed(_with_prefix(name, prefixes or {}), rename or {}), tensor)
         return filling.finish()
 
 
@@ -262,6 +267,13 @@ def _equal(target: Tensor, tensor: Tensor) -> bool:
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
+
+
+def _with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    for old, new in prefixes.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def _renamed(name: str, rename: Mapping[str, str]) -> str:

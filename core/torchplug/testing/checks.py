@@ -23,6 +23,7 @@ from torchplug.testing.behaviour import (
 )
 from torchplug.testing.experts import expert_layers, expert_swap
 from torchplug.testing.findings import Advice, Finding
+from torchplug.testing.multimodal import mrope_positions, multimodal_counts, multimodal_order
 from torchplug.testing.processes import discovery_in_a_new_process, import_contract
 from torchplug.testing.promises import claims, registration, signatures, stubs
 from torchplug.testing.recurrence import fresh_state, layer_kinds, state_shapes, state_snapshots
@@ -167,6 +168,21 @@ CHECKS: Final[tuple[Check, ...]] = (
         expert_swap,
         "moving experts between slots, weights and maps, changes no logits, and the loads follow",
         needs=(*_LOADS, "expert_layers"),
+    ),
+    Check(
+        multimodal_counts,
+        "every item gives one embedding for each of its places in the prompt, and they arrive there unchanged",
+        needs=_LOADS,
+    ),
+    Check(
+        multimodal_order,
+        "embeddings come in the order of the items, each as if it were alone",
+        needs=(*_LOADS, "multimodal_counts"),
+    ),
+    Check(
+        mrope_positions,
+        "M-RoPE positions cover the prompt, exceed after an item all inside it, and go on by the delta",
+        needs=_LOADS,
     ),
 )
 """Every check, in the order in which they are run."""

@@ -1,6 +1,6 @@
 /* What stands between the matrix products of a block: root-mean-square norm, gated activation, rotary positions. Each reads
    and writes its rows once, computes in float32 and rounds once. */
-#include "vector.h"
+#include "products.h"
 
 #include <math.h>
 

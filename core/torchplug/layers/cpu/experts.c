@@ -4,20 +4,12 @@
    The threads share every product; dealing whole experts to them was no faster for any number of tokens. */
 #include <stdlib.h>
 
-#include "vector.h"
-
-typedef struct {
-    int64_t in, out;
-    int dtype;
-} Matrix;
+#include "products.h"
 
 typedef struct {
     Matrix gate_up, down;
     int64_t slots;
 } Experts;
-
-int torchplug_linear(const Matrix *matrix, const char *w, const char *bias, const char *x, char *y, int64_t rows, int threads);
-int torchplug_silu_and_mul(const char *x, char *out, int64_t rows, int64_t size, int threads, int dtype);
 
 typedef struct {
     const char *w13, *b13, *w2, *b2, *x;

@@ -40,29 +40,39 @@ def readable(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = (("in_features", c_int64), ("out_features", c_int64), ("dtype", c_int))
+    _fields_ = (
+        ("in_features", c_int64),
+        ("out_features", c_int64),
+        ("dtype", c_int),
+        ("result", c_int),
+    )
 
 
-def linear(weight: Tensor) -> Product | None:
+def linear(weight: Tensor, *, result: torch.dtype | None = None) -> Product | None:
     """`F.linear` for weights [out, in] like this one, read where they lie; None where there is no kernel, or the
-    model is to be compiled."""
+    model is to be compiled.
+
+    `result`: float32 for sums that are not rounded to the weight's dtype.
+    """
     code = _CODES.get(weight.dtype)
     usable = weight.is_cpu and code is not None and native_kernels_allowed()
     run = _function("torchplug_linear") if usable else None
     if run is None:
         return None
     dtype, (out_features, in_features) = weight.dtype, weight.shape
-    matrix = _Matrix(in_features, out_features, code)
+    result = result or dtype
+    matrix = _Matrix(in_features, out_features, code, _CODES[result])
 
     # Its last argument keeps the structure alive, of which only the address is used.
     def product(x: Tensor, weight: Tensor, bias: Tensor | None, matrix: _Matrix = matrix) -> Tensor:
         shape = x.shape
         rows = shape[0] if len(shape) == 2 else shape[:-1].numel()
         if rows > MOST_ROWS or not readable(x, dtype) or shape[-1] != in_features or not weight.is_contiguous():
-            return F.linear(x, weight, bias)
+            y = F.linear(x, weight, bias)
+            return y.to(result) if y.dtype is dtype else y
         if not x.is_contiguous():
             x = x.contiguous()
-        y = x.new_empty(rows, out_features)
+        y = x.new_empty(rows, out_features) if result is dtype else _empty(rows, out_features, dtype=result)
         added = 0 if bias is None else bias.data_ptr()
         run(address, weight.data_ptr(), added, x.data_ptr(), y.data_ptr(), rows, _threads())
         return y if len(shape) == 2 else y.view(*shape[:-1], out_features)
@@ -89,11 +99,12 @@ def experts(w13: Tensor, w2: Tensor) -> Experts | None:
     The function raises MemoryError.
     """
     code = _CODES.get(w13.dtype)
-    run = _function("torchplug_experts") if w13.is_cpu and code is not None and w2.dtype is w13.dtype else None
+    usable = w13.is_cpu and code is not None and w2.dtype is w13.dtype and native_kernels_allowed()
+    run = _function("torchplug_experts") if usable else None
     if run is None:
         return None
     dtype, (num_slots, hidden, inner) = w13.dtype, w2.shape
-    layer = _Experts(_Matrix(hidden, 2 * inner, code), _Matrix(inner, hidden, code), num_slots)
+    layer = _Experts(_Matrix(hidden, 2 * inner, code, code), _Matrix(inner, hidden, code, code), num_slots)
 
     def experts_of(
         x: Tensor,
@@ -135,24 +146,24 @@ class _Norm(ctypes.Structure):
     _fields_ = (("size", c_int64), ("eps", c_float), ("dtype", c_int))
 
 
-Normalise = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor] | None]
+Normalise = Callable[[Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor] | None]
 
 
-def rms_norm(weight: Tensor, eps: float) -> Normalise | None:
-    """(x, weight, residual) -> (normalised, x + residual) for weights like this one; None where there is no kernel, or
-    the model is to be compiled."""
+def rms_norm(weight: Tensor) -> Normalise | None:
+    """(x, weight, residual, eps) -> (normalised, x + residual) for weights like this one; None where there is no
+    kernel, or the model is to be compiled."""
     code = _CODES.get(weight.dtype)
     usable = weight.is_cpu and code is not None and native_kernels_allowed()
     run = _function("torchplug_rms_norm") if usable else None
     if run is None:
         return None
     dtype, size, (features,) = weight.dtype, weight.element_size(), weight.shape
-    norm = _Norm(features, eps, code)
+    norm, current = _Norm(features, 0.0, code), 0.0
 
-    # As above, the last argument keeps the structure alive.
-    def normalise(
-        x: Tensor, weight: Tensor, residual: Tensor | None, norm: _Norm = norm
-    ) -> tuple[Tensor, Tensor] | None:
+    def normalise(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor] | None:
+        nonlocal current
+        if eps != current:
+            norm.eps = current = eps
         shape, strides = x.shape, x.stride()
         if not readable(x, dtype) or shape[-1] != features or strides[-1] != 1:
             return None

@@ -4,7 +4,7 @@
    is brought into the first-level cache once and multiplied with all rows of x, 3 at a time: 24 accumulators of the 32 registers
    of AVX-512, 12 of the 16 of AVX2. Meanwhile the next tile is fetched, spread over the first groups of rows. Every output is summed
    in one order, whatever the number of rows: a request's result does not depend on its batch. */
-#include "vector.h"
+#include "products.h"
 
 #if defined(AVX512)
 #define TILE 8
@@ -103,7 +103,7 @@ INLINE void multiply_slice(int64_t rows, const char *x, int64_t x_stride, const 
 }
 
 INLINE void linear(const char *x, const char *w, const char *bias, char *y, int64_t rows, int64_t in, int64_t out,
-                   int threads, int dtype)
+                   int y_dtype, int threads, int dtype)
 {
     const int64_t size = size_of(dtype), w_stride = in * size, x_stride = w_stride;
     int64_t block = BLOCK_BYTES / (w_stride + 1) / GROUP * GROUP;
@@ -135,34 +135,28 @@ INLINE void linear(const char *x, const char *w, const char *bias, char *y, int6
                     for (int64_t j = 0; j < columns; j++)
                         added[j] = get(bias, column + j, dtype);
                 for (int64_t i = 0; i < count; i++) {
-                    char *to = y + ((row + i) * out + column) * size;
+                    char *to = y + ((row + i) * out + column) * size_of(y_dtype);
                     float *sum = sums + i * TILE;
                     for (int64_t j = 0; j < TILE; j++)
                         sum[j] += added[j];
 #if defined(AVX512_BFLOAT16)
-                    if (dtype == BFLOAT16 && columns == TILE) {
+                    if (y_dtype == BFLOAT16 && columns == TILE) {
                         __m128bh narrowed = _mm256_cvtneps_pbh(_mm256_loadu_ps(sum));
                         memcpy(to, &narrowed, sizeof narrowed);
                         continue;
                     }
 #endif
                     for (int64_t j = 0; j < columns; j++)
-                        put(to, j, sum[j], dtype);
+                        put(to, j, sum[j], y_dtype);
                 }
             }
         }
     }
 }
 
-typedef struct {
-    int64_t in, out;
-    int dtype;
-} Matrix;
-
-/* w: [out, in]; bias: [out] or null; x: [rows, in]; y: [rows, out]. */
 EXPORT int torchplug_linear(const Matrix *matrix, const char *w, const char *bias, const char *x, char *y, int64_t rows, int threads)
 {
-    BY_DTYPE(matrix->dtype, linear(x, w, bias, y, rows, matrix->in, matrix->out, threads, FLOAT32),
-             linear(x, w, bias, y, rows, matrix->in, matrix->out, threads, BFLOAT16));
+    BY_DTYPE(matrix->dtype, linear(x, w, bias, y, rows, matrix->in, matrix->out, matrix->y_dtype, threads, FLOAT32),
+             linear(x, w, bias, y, rows, matrix->in, matrix->out, matrix->y_dtype, threads, BFLOAT16));
     return 0;
 }
