@@ -1,9 +1,11 @@
-"""Mamba and Mamba-2 against transformers in the same run: prompts of 128 and 512 tokens, decoding at batch 1 and 8.
+"""Mamba, Mamba-2, Bamba and Jamba against transformers in the same run: prompts of 128 and 512 tokens, eight of 128,
+decoding at batch 1 and 8.
 
-    python benchmarks/mamba_vs_transformers.py [--models mamba mamba2] [--dtype bfloat16] [--rounds 5] [--json]
+    python benchmarks/mamba_vs_transformers.py [--models bamba jamba ...] [--dtype bfloat16] [--rounds 5] [--json]
 
-The shapes are those of Mamba-130m (24 layers, hidden size 768) and of a small Mamba-2 (8 layers, hidden size 512, 16
-heads of 64), with random weights. Both engines read the same directory in one process and are asked in turn, the order
+The shapes are those of Mamba-130m (24 layers, hidden size 768) and of small models of the others (8 layers, hidden size
+512, Mamba-2 with 16 heads of 64; every fourth layer of the hybrids has attention, every second one of Jamba 4 experts),
+with random weights. Both engines read the same directory in one process and are asked in turn, the order
 reversed every other round. Prefill: the prompt's tokens / the time for one token. Decode: the batch times 32 tokens /
 (the time for 33 tokens - the time for 1), prompts of 16 tokens, greedy, end of sequence ignored.
 """
@@ -24,6 +26,13 @@ import transformers
 from torchplug import LLM, SamplingParams
 
 _IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+_HYBRID = {
+    "vocab_size": 32000,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+} | _IDS
 MODELS: dict[str, Callable[[], Any]] = {
     "mamba": lambda: transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=50280, hidden_size=768, num_hidden_layers=24, state_size=16, **_IDS)
@@ -39,6 +48,26 @@ MODELS: dict[str, Callable[[], Any]] = {
             n_groups=1,
             chunk_size=64,
             **_IDS,
+        )
+    ),
+    "bamba": lambda: transformers.BambaForCausalLM(
+        transformers.BambaConfig(
+            **_HYBRID,
+            intermediate_size=1408,
+            attn_layer_indices=[2, 5],
+            mamba_n_heads=16,
+            mamba_d_state=64,
+            mamba_chunk_size=64,
+        )
+    ),
+    "jamba": lambda: transformers.JambaForCausalLM(
+        transformers.JambaConfig(
+            **_HYBRID,
+            intermediate_size=1024,
+            attn_layer_period=4,
+            attn_layer_offset=2,
+            num_experts=4,
+            mamba_dt_rank=32,
         )
     ),
 }
@@ -83,8 +112,9 @@ def timed(generate: Generate, prompts: list[list[int]], count: int) -> float:
     return time.perf_counter() - start
 
 
-def prefill_speed(length: int) -> Callable[[Generate], float]:
-    return lambda generate: length / timed(generate, [list(range(100, 100 + length))], 1)
+def prefill_speed(length: int, batch: int = 1) -> Callable[[Generate], float]:
+    prompts = [list(range(100 + seq, 100 + seq + length)) for seq in range(batch)]
+    return lambda generate: batch * length / timed(generate, prompts, 1)
 
 
 def decode_speed(batch: int) -> Callable[[Generate], float]:
@@ -95,6 +125,7 @@ def decode_speed(batch: int) -> Callable[[Generate], float]:
 MEASURES = {
     "prefill of 128": prefill_speed(128),
     "prefill of 512": prefill_speed(512),
+    "prefill of 8 times 128": prefill_speed(128, MOST_SEQS),
     "decode at batch 1": decode_speed(1),
     "decode at batch 8": decode_speed(MOST_SEQS),
 }

@@ -29,10 +29,21 @@ from torchplug.layers import (
 
 
 class LlamaAttention(nn.Module):
-    """Grouped-query attention with rotary positions. Which biases it has and how far back it sees is the family's."""
+    """Grouped-query attention with rotary positions, or without where it is given no rotation.
+
+    Which biases it has, how far back it sees and what scores are multiplied by (None for head_size ** -0.5) is the
+    family's.
+    """
 
     def __init__(
-        self, config: Any, prefix: str, *, qkv_bias: bool, output_bias: bool, sliding_window: int | None = None
+        self,
+        config: Any,
+        prefix: str,
+        *,
+        qkv_bias: bool,
+        output_bias: bool,
+        sliding_window: int | None = None,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         num_heads = config.num_attention_heads
@@ -42,7 +53,7 @@ class LlamaAttention(nn.Module):
         self.attn = Attention(
             num_heads,
             head_size,
-            head_size**-0.5,
+            head_size**-0.5 if scale is None else scale,
             num_kv_heads,
             sliding_window=sliding_window,
             prefix=f"{prefix}.attn",
@@ -51,9 +62,11 @@ class LlamaAttention(nn.Module):
         self.head_size = head_size
         self.q_size, self.kv_size = self.qkv_proj.q_size, self.qkv_proj.kv_size
 
-    def forward(self, hidden_states: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, hidden_states: Tensor, rotation: Rotation | None) -> Tensor:
         qk, value = self.qkv_proj(hidden_states).split_with_sizes((self.q_size + self.kv_size, self.kv_size), -1)
-        query, key = apply_rotary(qk, rotation, self.head_size).split_with_sizes((self.q_size, self.kv_size), -1)
+        if rotation is not None:
+            qk = apply_rotary(qk, rotation, self.head_size)
+        query, key = qk.split_with_sizes((self.q_size, self.kv_size), -1)
         return self.o_proj(self.attn(query, key, value))
 
 
@@ -85,15 +98,17 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, config: Any, rotary_emb: RotaryEmbedding, layers: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, config: Any, rotary_emb: RotaryEmbedding | None, layers: Iterable[nn.Module], norm_eps: float
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = rotary_emb
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, norm_eps)
 
     def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
-        rotation = self.rotary_emb(positions, hidden_states.dtype)
+        rotation = None if self.rotary_emb is None else self.rotary_emb(positions, hidden_states.dtype)
         for layer in self.layers:
             hidden_states = layer(hidden_states, rotation)
         return self.norm(hidden_states)
@@ -127,6 +142,7 @@ class LlamaForCausalLM(nn.Module):
             config,
             self.rotary_embedding(config),
             [self.decoder_layer(vllm_config, index, f"{layers}.{index}") for index in range(config.num_hidden_layers)],
+            self.norm_eps(config),
         )
         self.lm_head = ParallelLMHead(
             config.vocab_size,
@@ -135,9 +151,14 @@ class LlamaForCausalLM(nn.Module):
         )
 
     @staticmethod
-    def rotary_embedding(config: Any) -> RotaryEmbedding:
-        """The rotation that all layers share."""
+    def rotary_embedding(config: Any) -> RotaryEmbedding | None:
+        """The rotation that all layers share; None in a family without."""
         return rope_from_config(config, head_size_of(config), config.max_position_embeddings)
+
+    @staticmethod
+    def norm_eps(config: Any) -> float:
+        """What the last norm adds to the mean square."""
+        return config.rms_norm_eps
 
     @staticmethod
     def decoder_layer(vllm_config: VllmConfig, index: int, prefix: str) -> nn.Module:

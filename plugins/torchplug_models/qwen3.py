@@ -21,10 +21,12 @@ from torchplug_models.qwen2 import Qwen2ForCausalLM, qwen_window
 class Qwen3Attention(LlamaAttention):
     """Attention whose query heads share one norm over head_size, and whose key heads share another."""
 
-    def __init__(self, config: Any, prefix: str, *, bias: bool, sliding_window: int | None) -> None:
+    def __init__(
+        self, config: Any, prefix: str, *, bias: bool, norm_eps: float, sliding_window: int | None = None
+    ) -> None:
         super().__init__(config, prefix, qkv_bias=bias, output_bias=bias, sliding_window=sliding_window)
-        self.q_norm = RMSNorm(self.head_size, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_size, config.rms_norm_eps)
+        self.q_norm = RMSNorm(self.head_size, norm_eps)
+        self.k_norm = RMSNorm(self.head_size, norm_eps)
 
     def forward(self, hidden_states: Tensor, rotation: Rotation) -> Tensor:
         num_tokens = hidden_states.shape[0]
@@ -51,6 +53,7 @@ class Qwen3ForCausalLM(Qwen2ForCausalLM):
             config,
             f"{prefix}.self_attn",
             bias=config.attention_bias,
+            norm_eps=config.rms_norm_eps,
             sliding_window=qwen_window(config, index),
         )
         return LlamaDecoderLayer(config, attention, LlamaMLP(config, bias=False))

@@ -50,6 +50,7 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM, FusedMoEModel):
             config,
             f"{prefix}.self_attn",
             bias=config.attention_bias,
+            norm_eps=config.rms_norm_eps,
             sliding_window=layer_window(config, index, window),
         )
         mlp = QwenMoE(vllm_config, f"{prefix}.mlp") if is_sparse(config, index) else LlamaMLP(config, bias=False)

@@ -1,4 +1,5 @@
-"""Paging under real model plugins: layers that slide, some or all, with every freed block poisoned."""
+"""Paging under real model plugins: layers that slide, some or all, or keep a state, with every freed block and slot
+poisoned."""
 
 from __future__ import annotations
 
@@ -9,12 +10,21 @@ import torch
 from torchplug.config import CacheConfig, DeviceConfig, HfConfig, ModelConfig, SchedulerConfig, VllmConfig
 from torchplug.engine.llm_engine import LLMEngine
 from torchplug.engine.sampling_params import SamplingParams
+from torchplug.host.contracts import inspect_class
+from torchplug.host.model import LoadedModel
 from torchplug.layers import Attention
+from torchplug_models.bamba import BambaForCausalLM
+from torchplug_models.granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from torchplug_models.jamba import JambaForCausalLM
+from torchplug_models.lfm2 import Lfm2ForCausalLM
 from torchplug_models.llama import LlamaForCausalLM
 from torchplug_models.mistral import MistralForCausalLM
 from torchplug_models.qwen2 import Qwen2ForCausalLM
 
 torch.set_num_threads(1)
+
+SLIDING = [LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM]
+HYBRID = [Lfm2ForCausalLM, BambaForCausalLM, JambaForCausalLM, GraniteMoeHybridForCausalLM]
 
 
 def build(cls):
@@ -37,33 +47,33 @@ def build(cls):
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * scale + (parameter.dim() == 1))
 
     def engine(**cache) -> LLMEngine:
-        loaded = SimpleNamespace(
-            module=module,
-            vllm_config=config(**cache),
-            device=device,
-            dtype=torch.float32,
-            checkpoint=None,
-            close=lambda: None,
-            wrappers_of=lambda hook: (),
-            subject="plugin 'Test' (test==1.0, test:Model)",
-        )
+        report = inspect_class(cls, subject="test model")
+        checkpoint = SimpleNamespace(generation_config={}, config={})
+        loaded = LoadedModel(module, report, config(**cache), checkpoint=checkpoint)
         return LLMEngine(loaded)
 
     return module, engine
 
 
 def poison(engine: LLMEngine) -> None:
-    """NaN in every block that is empty."""
+    """NaN in every block and state slot that is empty."""
     size = engine.kv_cache.block_size
     for pool, group in zip(engine._blocks.pools, engine.kv_cache.groups, strict=True):
         slots = [block * size + i for block in range(pool.num_blocks) if pool._empty[block] for i in range(size)]
         for layer in group.layers:
             for half in layer.kv_cache:
                 half[:, :, slots] = float("nan")
+    states, snapshots = engine.kv_cache.states, engine._blocks.snapshots
+    if states is not None:
+        empty = [row for row, owner in enumerate(engine._scheduler._owners) if owner is None]
+        if snapshots is not None:
+            kept = range(states.num_snapshots)
+            empty += [states.num_requests + slot for slot in kept if snapshots.pool._empty[slot]]
+        states.fill(empty, float("nan"))
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("cls", [LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM])
+@pytest.mark.parametrize("cls", [*SLIDING, *HYBRID])
 def test_tokens_equal_the_models_own_forward_over_the_whole_text(cls, caching):
     module, make = build(cls)
     prompts = {str(n): [(7 * i + n) % 100 for i in range(n)] for n in (1, 3, 4, 5, 30)}
@@ -93,4 +103,6 @@ def test_tokens_equal_the_models_own_forward_over_the_whole_text(cls, caching):
         poison(engine)
     assert engine.num_held_blocks == 0
     assert (engine.prefix_cache_stats.hits > 0) == caching
+    if cls in HYBRID:
+        assert engine.num_free_slots == engine.kv_cache.max_num_seqs
     engine.close()
