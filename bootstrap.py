@@ -74,7 +74,9 @@ def test():
     say("mypy --strict core")
     run(PYTHON, "-m", "mypy")
     say("pytest")
-    run(PYTHON, "-m", "pytest", *sys.argv[2:])
+    # A process for each core, and one thread in each: two OpenMP programs on the same cores wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    run(PYTHON, "-m", "pytest", "--numprocesses", "auto", "--dist", "loadfile", *sys.argv[2:])
 
 
 JOBS = {"demo": demo, "test": test}
