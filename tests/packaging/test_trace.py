@@ -73,7 +73,7 @@ def test_a_model_that_generates_shows_its_embedding_once_per_step(traced):
 from torchplug import LLM, SamplingParams
 
 with tempfile.TemporaryDirectory() as folder:
-    llm = LLM(str(write_checkpoint(Path(folder))), skip_tokenizer_init=True)
+    llm = LLM(str(write_checkpoint(Path(folder))), skip_tokenizer_init=True, use_tqdm_on_load=False)
 params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
 llm.generate([{{"prompt_token_ids": [1, 2]}}], params, use_tqdm=False)
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kinds_of_checks import OF_ITEMS, OF_STATES
 from torchplug.testing import CHECKS, Outcome, check_model
 
 ATTRIBUTES = "        self.set_moe_attributes()\n"
@@ -174,11 +175,7 @@ def planted(make_package, *faults):
     return check_model(make_package(layers, *faults, healthy="healthy_experts.py").name)
 
 
-OF_OTHER_KINDS = {
-    *("layer_kinds", "state_shapes", "fresh_state", "state_snapshots"),
-    *("multimodal_counts", "multimodal_order", "mrope_positions"),
-}
-"""Checks that do not apply to a class without recurrent layers that reads text alone."""
+OF_OTHER_KINDS = OF_STATES | OF_ITEMS
 
 
 def test_a_healthy_mixture_of_experts_passes_every_check(make_package):

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from kinds_of_checks import OF_EXPERTS, OF_ITEMS, OF_STATES
 from torchplug.testing import CHECKS, Outcome, check_model
 
 FORWARD = "        query, key, value = "
@@ -166,13 +167,7 @@ def assert_only(results, name, text):
     assert text in failed[name] and "fix: " in failed[name]
 
 
-OF_OTHER_KINDS = {
-    *("layer_kinds", "state_shapes", "fresh_state", "state_snapshots"),
-    *("expert_layers", "expert_swap"),
-    *("multimodal_counts", "multimodal_order", "mrope_positions"),
-}
-"""Checks that do not apply to a class without recurrent layers, experts and items; test_planted_state_faults.py,
-test_planted_expert_faults.py and test_planted_multimodal_faults.py prove them."""
+OF_OTHER_KINDS = OF_STATES | OF_EXPERTS | OF_ITEMS
 
 
 def test_a_healthy_class_passes_every_check(make_package):

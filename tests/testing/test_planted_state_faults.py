@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kinds_of_checks import OF_EXPERTS, OF_ITEMS
 from torchplug.testing import CHECKS, Outcome, check_model
 
 FAULTS = {
@@ -100,11 +101,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-OF_OTHER_KINDS = {
-    *("expert_layers", "expert_swap"),
-    *("multimodal_counts", "multimodal_order", "mrope_positions"),
-}
-"""Checks that do not apply to a class without experts that reads text alone."""
+OF_OTHER_KINDS = OF_EXPERTS | OF_ITEMS
 
 
 def test_a_healthy_hybrid_passes_every_check(make_package):
