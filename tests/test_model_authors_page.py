@@ -15,17 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from kinds_of_checks import OF_EXPERTS, OF_ITEMS, OF_STATES
 from safetensors.torch import save_file
 
 PAGE = (Path(__file__).parents[1] / "docs" / "model-authors.md").read_text()
 FILES = dict(re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
 INSTALL, LIST, SHOW, DOCTOR, CHECK, GENERATE = re.findall(r"^\$ (.+)$", PAGE, re.MULTILINE)
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
-OF_OTHER_KINDS = {
-    *("layer_kinds", "state_shapes", "fresh_state", "state_snapshots"),
-    *("expert_layers", "expert_swap"),
-    *("multimodal_counts", "multimodal_order", "mrope_positions"),
-}
+OF_OTHER_KINDS = OF_STATES | OF_EXPERTS | OF_ITEMS
 """Checks that do not apply to the page's model, which has neither recurrent layers nor experts and reads text alone."""
 
 

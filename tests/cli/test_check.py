@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 
 from click.testing import CliRunner
+from kinds_of_checks import OF_EXPERTS, OF_ITEMS, OF_STATES
 from torch import nn
 from torchplug.cli import main
 from torchplug.testing import CHECKS
 
 NAMES = [check.name for check in CHECKS]
-OF_OTHER_KINDS = {
-    *("layer_kinds", "state_shapes", "fresh_state", "state_snapshots"),
-    *("expert_layers", "expert_swap"),
-    *("multimodal_counts", "multimodal_order", "mrope_positions"),
-}
+OF_OTHER_KINDS = OF_STATES | OF_EXPERTS | OF_ITEMS
 """Checks that do not apply to Llama."""
 
 
