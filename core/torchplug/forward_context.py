@@ -71,7 +71,8 @@ class ForwardContext:
         state_slots: int64 [num_reqs], the slot of each request in the state tensors of recurrent layers, -1 for a
             padding row; None in a model without such layers.
         state_slots_host: The same on the host.
-        num_padding_tokens: Rows at the end of the flat batch that belong to no request.
+        num_padding_tokens: Rows at the end of the flat batch that belong to no request, for layers that count tokens;
+            a recorded step does not say.
         record_expert_load: Whether mixture-of-experts layers count this step's tokens for the load balancer; False for
             a dummy step.
     """

@@ -227,7 +227,8 @@ def test_a_closed_pipe_is_silent(tiny_checkpoint):
     process = start(tiny_checkpoint, "generate", QUESTION, "-n", "2000", "-t", "1", "--seed", "1", **pipes)
     process.stdout.read(1)
     process.stdout.close()
-    assert process.stderr.read().count(b"\n") == 1 and process.wait(timeout=60) != 0
+    errors = process.stderr.read()
+    assert errors.startswith(b"KV cache: ") and errors.count(b"\n") == 1 and process.wait(timeout=60) != 0
     process.stderr.close()
 
 

@@ -267,3 +267,15 @@ def test_fake_tensors_and_compiled_models_go_to_torch():
     whole = torch.compile(lambda x: product(x, w, None) * 2, backend="eager", fullgraph=True)
     x = torch.randn(2, 16)
     torch.testing.assert_close(whole(x), F.linear(x, w) * 2)
+
+
+def test_tensors_of_another_width_are_not_read_past_their_end():
+    x, cos = torch.randn(3, 256), torch.randn(3, 1, 128)
+    assert kernels.rotary(x, cos, cos, 64, False) is None
+    with pytest.raises(RuntimeError, match="size"):
+        apply_rotary(x, Rotation(cos, cos, False), 64)
+    keys = torch.zeros(1, 4, 8, 16)
+    assert kernels.pages(torch.zeros(2, 64), torch.zeros(2, 64), torch.zeros(2, 64), keys)
+    for query, key, value in ((64, 32, 32), (64, 64, 32), (96, 64, 64), (32, 64, 64)):
+        assert not kernels.pages(torch.zeros(2, query), torch.zeros(2, key), torch.zeros(2, value), keys)
+    assert not kernels.pages(torch.zeros(3, 64), torch.zeros(2, 64), torch.zeros(2, 64), keys)

@@ -11,6 +11,7 @@ from torchplug.errors import ContractError
 from torchplug.forward_context import ForwardContext, set_forward_context
 from torchplug.layers import FusedMoE, WeightsMismatch, load_weights
 from torchplug.layers.cpu import kernels
+from torchplug.layers.cpu.build import library
 from torchplug.layers.moe_model import FusedMoEModel
 
 HIDDEN, INNER = 24, 13
@@ -23,7 +24,7 @@ def kernel(request):
         if request.param == "torch":
             patch.setattr(kernels, "experts", lambda w13, w2: None)
             patch.setattr(kernels, "linear", lambda weight: None)
-        elif kernels.experts(torch.zeros(1, 2, 1), torch.zeros(1, 1, 1)) is None:
+        elif library() is None:
             pytest.skip("no native kernels here")
         yield request.param
 

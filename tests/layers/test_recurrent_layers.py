@@ -15,6 +15,7 @@ from state_steps import PADDING, Part, States, context_of
 from torchplug.forward_context import set_forward_context
 from torchplug.layers import CausalConv1d, GatedRMSNorm, MambaMixer, MambaMixer2, ShortConv, StateSettings
 from torchplug.layers.cpu.build import library
+from torchplug.layers.state_step import state_step
 
 HIDDEN = 20
 
@@ -282,3 +283,18 @@ def test_a_steep_decay_neither_overflows_nor_loses_what_follows():
                     without_kernels(layer)
                 x = hidden(100) * 3
                 close(layer(x), reference(layer, x), 1e-4)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(3, 32), (3, 96)])
+def test_inputs_of_another_width_are_refused_and_not_read_past_their_end(tokens, width):
+    convolution, norm = CausalConv1d(64, 4), GatedRMSNorm(64)
+    for layer in (convolution, norm):
+        for parameter in layer.parameters():
+            torch.nn.init.ones_(parameter)
+        layer.process_weights_after_loading()
+    with pytest.raises(RuntimeError, match="size"):
+        convolution(torch.ones(tokens, width), None, state_step(torch.ones(tokens, width)))
+    with pytest.raises(RuntimeError, match="size"):
+        norm(torch.ones(tokens, width), torch.ones(tokens, 64))
+    with pytest.raises(RuntimeError, match="size"):
+        norm(torch.ones(tokens, 64), torch.ones(tokens, width))

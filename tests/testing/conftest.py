@@ -42,7 +42,7 @@ class Package:
 
 @pytest.fixture
 def make_package(tmp_path, monkeypatch):
-    """make_package((old, new), ..., source=...) makes and installs a package."""
+    """make_package((old, new), ..., healthy="healthy_vl.py") makes and installs a package."""
     root = tmp_path / "site"
     monkeypatch.syspath_prepend(root)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kinds_of_checks import OF_ITEMS, OF_STATES
-from torchplug.testing import CHECKS, Outcome, check_model
+from kinds_of_checks import OF_EXPERTS, OF_ITEMS, OF_STATES, outcomes_without
+from torchplug.testing import Outcome, check_model
 
 ATTRIBUTES = "        self.set_moe_attributes()\n"
 EXPERTS = "        self.experts = FusedMoE(4, width, 24, parallel_config=vllm_config.parallel_config)\n"
@@ -180,9 +180,7 @@ OF_OTHER_KINDS = OF_STATES | OF_ITEMS
 
 def test_a_healthy_mixture_of_experts_passes_every_check(make_package):
     results = planted(make_package)
-    assert {result.check.name: result.outcome for result in results} == {
-        check.name: Outcome.SKIPPED if check.name in OF_OTHER_KINDS else Outcome.OK for check in CHECKS
-    }
+    assert {result.check.name: result.outcome for result in results} == outcomes_without(OF_OTHER_KINDS)
     notes = {result.check.name: result.notes for result in results}["expert_swap"]
     assert notes == ("slots moved in float32 on cpu", "slots moved in bfloat16 on cpu")
 
@@ -194,3 +192,7 @@ def test_a_fault_is_caught_by_its_own_check_and_no_other(make_package, fault):
     failed = {result.check.name: str(result.error()) for result in results if result.outcome is Outcome.FAILED}
     assert set(failed) == {check}, failed
     assert text in failed[check] and "fix: " in failed[check]
+
+
+def test_every_check_of_experts_has_a_fault():
+    assert {check for check, _, _ in FAULTS.values()} == OF_EXPERTS | {"claims"}

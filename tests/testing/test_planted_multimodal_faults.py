@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchplug.testing import CHECKS, Outcome, check_model
+from kinds_of_checks import OF_EXPERTS, OF_ITEMS, OF_STATES, outcomes_without
+from torchplug.testing import Outcome, check_model
 
 SPLIT = "        return rows.split(lengths)\n"
 DELTA = "        return positions, delta\n"
@@ -113,7 +114,6 @@ FURTHER = {
         )
     ],
 }
-NEW = {"multimodal_counts", "multimodal_order", "mrope_positions"}
 
 
 @pytest.fixture(autouse=True)
@@ -128,15 +128,13 @@ def make(make_package, *faults):
     return make_package(*faults, healthy="healthy_vl.py")
 
 
-OF_OTHER_KINDS = {"layer_kinds", "state_shapes", "fresh_state", "state_snapshots", "expert_layers", "expert_swap"}
+OF_OTHER_KINDS = OF_STATES | OF_EXPERTS
 """Checks that do not apply to a class without recurrent layers and experts."""
 
 
 def test_a_healthy_class_passes_every_check(make_package):
     results = check_model(make(make_package).name)
-    assert {result.check.name: result.outcome for result in results} == {
-        check.name: Outcome.SKIPPED if check.name in OF_OTHER_KINDS else Outcome.OK for check in CHECKS
-    }
+    assert {result.check.name: result.outcome for result in results} == outcomes_without(OF_OTHER_KINDS)
 
 
 def assert_only(results, name, text):
@@ -154,7 +152,7 @@ def test_a_fault_is_caught_by_its_own_check_and_no_other(make_package, fault):
 
 
 def test_every_check_of_multimodal_models_has_a_fault():
-    assert {check for check, _, _ in FAULTS.values()} == NEW
+    assert {check for check, _, _ in FAULTS.values()} == OF_ITEMS
 
 
 REGISTER = "@MULTIMODAL_REGISTRY.register_processor(Squares)\n"

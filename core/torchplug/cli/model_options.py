@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from torchplug.cli.options import compile_option, device_options, selection_options
+from torchplug.cli.options import device_options, selection_options
 
 if TYPE_CHECKING:
     from torchplug.engine.llm import LLM
@@ -26,6 +26,11 @@ _MODEL = click.option(
     help="A checkpoint directory, a GGUF file, or demo.",
 )
 _BLOCK_SIZE = click.option("--block-size", type=int, metavar="N", help="Tokens of a block of the KV cache; default 16.")
+_COMPILE = click.option(
+    "--compile",
+    is_flag=True,
+    help="Run the model through torch.compile: up to minutes at the start, steps may be faster. Needs a compiler.",
+)
 _KV_CACHE_GIB = click.option(
     "--kv-cache-gib", type=float, metavar="GIB", help="Size of the KV cache; default: a share of the free memory."
 )
@@ -96,7 +101,7 @@ def loading_options(function: Function) -> Function:
         }
         return function(loading=Loading(model, arguments), **others)
 
-    result = device_options(compile_option(_BLOCK_SIZE(_KV_CACHE_GIB(selection_options(command)))))
+    result = device_options(_COMPILE(_BLOCK_SIZE(_KV_CACHE_GIB(selection_options(command)))))
     return _MODEL(result)  # type: ignore[return-value]
 
 

@@ -76,13 +76,6 @@ _dtype = click.option(
 )
 
 
-_compile = click.option(
-    "--compile",
-    is_flag=True,
-    help="Run the model through torch.compile: up to minutes at the start, steps may be faster. Needs a compiler.",
-)
-
-
 def selection_options(function: Function) -> Function:
     """Adds `--plugins` (parameter `plugins: str | None`) and `--owner` (parameter `owners: dict[str, str]`)."""
     return _plugins(_owner(function))
@@ -91,11 +84,6 @@ def selection_options(function: Function) -> Function:
 def device_options(function: Function) -> Function:
     """Adds `--device` (parameter `device: str`) and `--dtype` (parameter `dtype: str`)."""
     return _device(_dtype(function))
-
-
-def compile_option(function: Function) -> Function:
-    """Adds `--compile` (parameter `compile: bool`)."""
-    return _compile(function)
 
 
 def json_option(function: Function) -> Function:

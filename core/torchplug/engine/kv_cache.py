@@ -145,7 +145,8 @@ class PagedCache:
             if states is not None:
                 per_request = 1 + SNAPSHOTS_PER_REQUEST if snapshots else 1
                 num_states = _num_states(states.slot_bytes, per_request, max_num_seqs, cost(max_model_len), memory)
-                if memory < num_states * states.slot_bytes + cost(1):
+                num_states = max(1, min(num_states, (memory - cost(1)) // states.slot_bytes))
+                if memory < states.slot_bytes + cost(1):
                     says = f"{memory} bytes do not hold {self._least()} ({states.slot_bytes + cost(1)} bytes)"
                     raise _no_memory(device, says)
                 memory -= num_states * states.slot_bytes

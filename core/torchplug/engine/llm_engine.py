@@ -164,12 +164,13 @@ class LLMEngine:
         replayed, and why not."""
         forward = "eager" if self._compiled is None else "torch.compile"
         parts = [f"attention by {self.kv_cache.describe_backends()}", forward]
-        graphs, why = self._graphs, self._why_no_graphs
-        if graphs is not None and not graphs.reason:
+        graphs = self._graphs
+        why = self._why_no_graphs if graphs is None else graphs.reason
+        if why:
+            parts.append(f"no CUDA graphs ({why})")
+        elif graphs is not None:
             sizes = ", ".join(map(str, graphs.sizes))
             parts.append(f"CUDA graphs for decode steps of {sizes} requests, {graphs.num_bytes / 2**30:.2f} GiB")
-        elif graphs is not None or why:
-            parts.append(f"no CUDA graphs ({why or (graphs.reason if graphs else '')})")
         return "; ".join(parts)
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:

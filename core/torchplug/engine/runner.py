@@ -61,7 +61,10 @@ class Runner:
         self._module = module
         self._call: Callable[..., Tensor] = module if forward is None else forward
         self._graphs = graphs
-        self._subject = subject or f"model {type(module).__name__!r}"
+        subject = subject or f"model {type(module).__name__!r}"
+        self._subject = subject
+        self._in_forward = blamed(subject, type(module), "forward", RUNNING)
+        self._in_logits = blamed(subject, type(module), "compute_logits", RUNNING)
         self._embedding = embedding
         self._device = device
         self._cache = cache
@@ -243,7 +246,7 @@ class Runner:
     def _forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         embed = self._embedding()
         embeds = None if embed is None else embed(input_ids)
-        with blamed(self._subject, type(self._module), "forward", RUNNING):
+        with self._in_forward:
             if embeds is None:
                 hidden_states = self._call(input_ids, positions)
             else:
@@ -252,7 +255,7 @@ class Runner:
         return hidden_states
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
-        with blamed(self._subject, type(self._module), "compute_logits", RUNNING):
+        with self._in_logits:
             logits = self._module.compute_logits(hidden_states)  # type: ignore[operator]
         self._check_rows("compute_logits", logits, len(hidden_states))
         return logits  # type: ignore[no-any-return]
@@ -317,8 +320,11 @@ class _GroupLayout:
             num_rows = size
         used = num_rows * width
         rows = self._block_tables.host[:used].reshape(num_rows, width)
-        np.take(self._rows[:, :width], [item.slot for item in batch], axis=0, out=rows[: len(batch)])
-        rows[len(batch) :] = self._padding_block
+        taken = rows
+        if size is not None:
+            taken = rows[: len(batch)]
+            rows[len(batch) :] = self._padding_block
+        np.take(self._rows[:, :width], [item.slot for item in batch], axis=0, out=taken)
         return BlockLayout(
             self._slot_mapping.on_device(num_tokens),
             self._block_tables.on_device(used).view(num_rows, width),

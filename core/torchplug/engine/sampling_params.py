@@ -10,7 +10,7 @@ from math import isfinite
 from numbers import Integral, Real
 from typing import Any, Final
 
-from torchplug.engine.structured_outputs import StructuredOutputsParams
+from torchplug.engine.structured_outputs import StructuredOutputsParams, is_unicode
 from torchplug.errors import Problem, RequestError
 
 GREEDY_BELOW: Final = 1e-5
@@ -337,10 +337,7 @@ def _is_finite(number: Any) -> bool:
 
 def _is_text(text: str) -> bool:
     """Not empty, and without half of a surrogate pair."""
-    try:
-        return bool(text.encode())
-    except UnicodeEncodeError:
-        return False
+    return bool(text) and is_unicode(text)
 
 
 def _shown(value: Any) -> str:

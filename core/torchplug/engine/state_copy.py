@@ -56,9 +56,9 @@ def state_copy(
     Raises:
         ContractError: the piece is not in a block of this request, not made of whole rows, or of an older state.
     """
-    where = f"get_mamba_state_copy_func ({location(function)})"
 
     def refuse(says: str, fix: str) -> ContractError:
+        where = f"get_mamba_state_copy_func ({location(function)})"
         return ContractError(subject, Problem(where, says, fix))
 
     found = function(state, list(block_ids), current, num_accepted)

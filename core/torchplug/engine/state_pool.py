@@ -62,7 +62,7 @@ class StatePool:
         layers = recurrent_layers(model.module)
         if not layers:
             return None
-        subject = f"model {type(model.module).__name__!r}"
+        subject = model.subject
         spec = declared_state(model, model.vllm_config, subject)
         return cls(list(layers.values()), spec, copy_functions(model, spec, subject), subject)
 

@@ -108,7 +108,7 @@ class StructuredOutputsParams:
             if value is not None and not isinstance(value, kinds):
                 expected = " or ".join(kind.__name__ for kind in kinds)
                 problems.append(Problem(name, f"expected {expected}, got {type(value).__name__}", f"correct {name}"))
-            elif isinstance(value, str) and not _is_unicode(value):
+            elif isinstance(value, str) and not is_unicode(value):
                 says = f"holds half of a surrogate pair, which no text can hold: {value!a:.80}"
                 problems.append(Problem(name, says, "pass valid Unicode"))
         for name, flag in (
@@ -190,7 +190,8 @@ def _tag_problems(structural_tag: str | Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Final, NamedTuple
 
 import torch
@@ -31,25 +30,34 @@ RUNNING: Final = Work(
 )
 
 
-@contextmanager
-def blamed(subject: str, owner: type, method: str, work: Work) -> Iterator[None]:
+class blamed:
     """Whatever a block that calls `method` of an author's class `owner` raises becomes a TorchplugError.
+
+    It holds nothing of a call: one object, made at load, may be entered in every step.
 
     Raises:
         DeviceError: There was not enough memory.
         PluginError: Any other exception, with the author's own line that it passed last; it is chained as the cause.
     """
-    try:
-        yield
-    except TorchplugError:
-        raise
-    except Exception as error:
+
+    __slots__ = ("_method", "_owner", "_subject", "_work")
+
+    def __init__(self, subject: str, owner: type, method: str, work: Work) -> None:
+        self._subject, self._owner, self._method, self._work = subject, owner, method, work
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, TorchplugError):
+            return
         if lacks_memory(error):
-            raise no_memory(subject, error, work) from error
+            raise no_memory(self._subject, error, self._work) from error
         says = f"{type(error).__name__}: {_said(error)}"
-        fix = f"see {_raised_at(error)}: {work.check}report it to the plugin's author"
-        where = f"{method} ({location(getattr(owner, method, None))})"
-        raise PluginError(subject, Problem(where, says, fix)) from error
+        fix = f"see {_raised_at(error)}: {self._work.check}report it to the plugin's author"
+        where = f"{self._method} ({location(getattr(self._owner, self._method, None))})"
+        raise PluginError(self._subject, Problem(where, says, fix)) from error
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -1,8 +1,9 @@
-"""Linear layers in oneDNN's own weight layout: the faster path for matrix products on CPU, chosen once, after loading.
+"""Linear layers in oneDNN's own weight layout: for matrix products on CPU where there is no kernel of our own (`cpu`),
+chosen once, after loading.
 
 F.linear hands oneDNN plain rows, which it has to rearrange on every call. Packed once, the same kernels serve every
-batch size better. SmolLM2-135M (tied head left plain), ms per step, plain against packed (torch 2.13, AMD EPYC with
-AVX512-BF16, 1 thread, CPU time of the thread, 2026-12-01):
+batch size better. SmolLM2-135M (tied head left plain, as it then was), ms per step, plain against packed (torch 2.13,
+AMD EPYC with AVX512-BF16, 1 thread, CPU time of the thread, 2026-12-01):
 
     rows        1           2           4           8           128
     bfloat16    41.3  30.5  43.0  34.6  49.7  34.3  60.8  44.2  191  177

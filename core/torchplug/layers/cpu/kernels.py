@@ -1,9 +1,9 @@
 """The native kernels as functions of tensors.
 
-`linear`, `rms_norm`, ... are asked once, at load, and give a function that computes, or None where this machine, build
-or dtype has no kernel. A function takes what its layer takes; where the kernel cannot read the tensors it is given
-(another dtype or device; traced, compiled or differentiated), it computes with torch, or gives None for the layer to do
-so.
+`linear`, `experts` and `rms_norm` are asked once, at load, and give a function that computes, or None where this
+machine, build or dtype has no kernel; the others have no weights and are called with a step's tensors. A function takes
+what its layer takes; where the kernel cannot read the tensors it is given (another dtype, device or shape; traced,
+compiled or differentiated), it computes with torch, or gives None for the layer to do so.
 
 A call costs what its Python costs, 3 to 6 us, and a small model's step has a hundred: what stays the same lies in a
 structure, and tensors are made and asked by the cheapest calls there are.
@@ -29,7 +29,7 @@ MOST_ROWS = 256
 """Rows above which F.linear is as fast: it then spends little of its time on rearranging the weight. Measured in
 benchmarks/README.md."""
 
-_CODES = {torch.float32: 0, torch.bfloat16: 1}
+CODES = {torch.float32: 0, torch.bfloat16: 1}
 _empty, _empty_like, _threads = torch.empty, torch.empty_like, torch.get_num_threads
 _compiling = torch.compiler.is_compiling
 
@@ -37,6 +37,12 @@ _compiling = torch.compiler.is_compiling
 def readable(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether a kernel for `dtype` may be given the memory of `x`."""
     return x.dtype is dtype and x.is_cpu and type(x) is Tensor and not x.requires_grad and not _compiling()
+
+
+def kernel(name: str, like: Tensor, dtype: torch.dtype, fits: bool = True) -> tuple[Callable[..., int] | None, int]:
+    """The kernel `name`, or None where it does not serve `dtype` on the device of `like`, and the code of `dtype`."""
+    served = fits and like.is_cpu and dtype in CODES
+    return (_function(name) if served else None), CODES.get(dtype, 0)
 
 
 class _Matrix(ctypes.Structure):
@@ -54,14 +60,12 @@ def linear(weight: Tensor, *, result: torch.dtype | None = None) -> Product | No
 
     `result`: float32 for sums that are not rounded to the weight's dtype.
     """
-    code = _CODES.get(weight.dtype)
-    usable = weight.is_cpu and code is not None and native_kernels_allowed()
-    run = _function("torchplug_linear") if usable else None
+    run, code = kernel("torchplug_linear", weight, weight.dtype, native_kernels_allowed())
     if run is None:
         return None
     dtype, (out_features, in_features) = weight.dtype, weight.shape
     result = result or dtype
-    matrix = _Matrix(in_features, out_features, code, _CODES[result])
+    matrix = _Matrix(in_features, out_features, code, CODES[result])
 
     # Its last argument keeps the structure alive, of which only the address is used.
     def product(x: Tensor, weight: Tensor, bias: Tensor | None, matrix: _Matrix = matrix) -> Tensor:
@@ -98,9 +102,7 @@ def experts(w13: Tensor, w2: Tensor) -> Experts | None:
     x: [tokens, hidden]; slots int64 and weights float32, both [tokens, top_k]; a slot that there is not gives nothing.
     The function raises MemoryError.
     """
-    code = _CODES.get(w13.dtype)
-    usable = w13.is_cpu and code is not None and w2.dtype is w13.dtype and native_kernels_allowed()
-    run = _function("torchplug_experts") if usable else None
+    run, code = kernel("torchplug_experts", w13, w13.dtype, w2.dtype is w13.dtype and native_kernels_allowed())
     if run is None:
         return None
     dtype, (num_slots, hidden, inner) = w13.dtype, w2.shape
@@ -152,9 +154,7 @@ Normalise = Callable[[Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tenso
 def rms_norm(weight: Tensor) -> Normalise | None:
     """(x, weight, residual, eps) -> (normalised, x + residual) for weights like this one; None where there is no
     kernel, or the model is to be compiled."""
-    code = _CODES.get(weight.dtype)
-    usable = weight.is_cpu and code is not None and native_kernels_allowed()
-    run = _function("torchplug_rms_norm") if usable else None
+    run, code = kernel("torchplug_rms_norm", weight, weight.dtype, native_kernels_allowed())
     if run is None:
         return None
     dtype, size, (features,) = weight.dtype, weight.element_size(), weight.shape
@@ -197,7 +197,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor | None:
     dtype, shape = gate_up.dtype, gate_up.shape
     if not readable(gate_up, dtype) or len(shape) != 2 or shape[1] % 2 or not gate_up.is_contiguous():
         return None
-    run, code = _function("torchplug_silu_and_mul"), _CODES.get(dtype)
+    run, code = _function("torchplug_silu_and_mul"), CODES.get(dtype)
     if run is None or code is None:
         return None
     rows, size = shape[0], shape[1] // 2
@@ -211,11 +211,11 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, interleaved: boo
     dtype = x.dtype
     if not readable(x, dtype) or not readable(cos, dtype) or not readable(sin, dtype):
         return None
-    run, code = _function("torchplug_rotary"), _CODES.get(dtype)
+    run, code = _function("torchplug_rotary"), CODES.get(dtype)
     if run is None or code is None or not cos.is_contiguous() or not sin.is_contiguous():
         return None
     (rows, width), (row_stride, stride), (turned, _, rotary_dim) = x.shape, x.stride(), cos.shape
-    if stride != 1 or width % head_size or turned != rows or sin.shape != cos.shape:
+    if stride != 1 or width % head_size or rotary_dim > head_size or turned != rows or sin.shape != cos.shape:
         return None
     out = x.new_empty(rows, width)
     run(
@@ -241,7 +241,7 @@ def rotation(
     where there is no kernel for these."""
     if not readable(positions, torch.int64) or not readable(frequencies, torch.float32) or frequencies.dim() != 1:
         return None
-    run, code = _function("torchplug_rotation"), _CODES.get(dtype)
+    run, code = _function("torchplug_rotation"), CODES.get(dtype)
     if run is None or code is None or not positions.is_contiguous() or not frequencies.is_contiguous():
         return None
     (rows,), (pairs,) = positions.shape, frequencies.shape
@@ -257,7 +257,7 @@ def argmax(x: Tensor) -> Tensor | None:
     """int64 [rows], the first index of each row's maximum, -1 for a row with a NaN; None where there is no kernel."""
     if not readable(x, x.dtype) or not x.is_contiguous():
         return None
-    run, code = _function("torchplug_argmax"), _CODES.get(x.dtype)
+    run, code = _function("torchplug_argmax"), CODES.get(x.dtype)
     if run is None or code is None:
         return None
     rows, size = x.shape
@@ -305,12 +305,15 @@ class PagedStep:
 
 
 def pages(query: Tensor, key: Tensor, value: Tensor, keys: Tensor) -> bool:
-    """Whether `paged_attention` can be given tensors like these, `keys` being the cache's."""
+    """Whether `paged_attention` can be given tensors like these, `keys` being the cache's, [1, num_kv_heads, slots,
+    head_size]."""
     dtype = query.dtype
     return (
         readable(query, dtype)
         and key.dtype is value.dtype is keys.dtype is dtype
-        and dtype in _CODES
+        and key.shape == value.shape == (query.shape[0], keys.shape[1] * keys.shape[3])
+        and query.shape[1] % key.shape[1] == 0
+        and dtype in CODES
         and _function("torchplug_paged_attention") is not None
     )
 
@@ -338,7 +341,7 @@ def paged_attention(
         contiguous = query.contiguous(), key.contiguous(), value.contiguous()
         return paged_attention(step, *contiguous, keys, values, num_kv_heads, head_size, scale)
     out = query.new_empty(step.requests, width)
-    layer = _layer(num_kv_heads, width // (num_kv_heads * head_size), head_size, scale, _CODES[dtype])
+    layer = _layer(num_kv_heads, width // (num_kv_heads * head_size), head_size, scale, CODES[dtype])
     failed = run(
         step.address, ctypes.addressof(layer),
         query.data_ptr(), query_stride * size, key.data_ptr(), key_stride * size, value.data_ptr(), value_stride * size,

@@ -138,13 +138,14 @@ INLINE void convolution(const Convolution *conv, const Requests *requests, const
 
 /* out [tokens, channels] = act(offset + sum over k of filters[k] * x[t - taps + 1 + k]); the last taps - 1 inputs of a
    request become the first rows of its state. */
-EXPORT void torchplug_causal_conv(const Convolution *conv, const Requests *requests, char *state, int64_t state_stride,
-                                  int state_dtype, const char *x, int64_t x_stride, char *out)
+EXPORT int torchplug_causal_conv(const Convolution *conv, const Requests *requests, char *state, int64_t state_stride,
+                                 int state_dtype, const char *x, int64_t x_stride, char *out)
 {
     const States states = {state, state_stride, state_dtype};
     const Rows rows = {x, x_stride};
     BY_DTYPE(conv->dtype, convolution(conv, requests, &states, &rows, out, FLOAT32),
              convolution(conv, requests, &states, &rows, out, BFLOAT16));
+    return 0;
 }
 
 /* -- what both scans share --------------------------------------------------------------------------------------- */
@@ -416,12 +417,13 @@ typedef struct {
 } GatedNorm;
 
 /* out [rows, groups * size] = norm(x * silu(gate)) * weight, the norm over each group. */
-EXPORT void torchplug_gated_rms_norm(const GatedNorm *norm, const char *weight, const float *x, const char *gate,
-                                     int64_t gate_stride, char *out, int64_t rows, int threads)
+EXPORT int torchplug_gated_rms_norm(const GatedNorm *norm, const char *weight, const float *x, const char *gate,
+                                    int64_t gate_stride, char *out, int64_t rows, int threads)
 {
     const Rows gates = {gate, gate_stride};
     if (rows * norm->groups * norm->size < WORTH_A_THREAD)
         threads = 1;
     BY_DTYPE(norm->dtype, gated_norm(x, &gates, weight, out, rows, norm->groups, norm->size, norm->eps, threads, FLOAT32),
              gated_norm(x, &gates, weight, out, rows, norm->groups, norm->size, norm->eps, threads, BFLOAT16));
+    return 0;
 }

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchplug.layers.cpu.build import library
-from torchplug.layers.cpu.kernels import _function, readable
+from torchplug.layers.cpu.kernels import CODES, kernel, readable
 
-_CODES = {torch.float32: 0, torch.bfloat16: 1}
 _MOST_TAPS = 8
 _MOST_STATE = 256
 _FILLED = 16
@@ -83,7 +82,7 @@ def causal_conv(
     """(x [tokens, channels], state, requests) -> the convolved tokens, for float32 taps [kernel_size, channels]."""
     kernel_size, channels = taps.shape
     fits = 1 < kernel_size <= _MOST_TAPS and activation in (None, F.silu)
-    run, code = _kernel("torchplug_causal_conv", taps, dtype, fits)
+    run, code = kernel("torchplug_causal_conv", taps, dtype, fits)
     if run is None:
         return None
     kept = (taps, offset)
@@ -92,8 +91,10 @@ def causal_conv(
     def convolve(
         x: Tensor, state: Tensor | None, requests: StepRequests, kept: object = (structure, kept)
     ) -> Tensor | None:
+        if not _rows(x, dtype, requests.tokens, channels) or (state is not None and state.shape[1] < kernel_size - 1):
+            return None
         slots = _slots(state, (channels, 1))
-        if slots is None or not _rows(x, dtype):
+        if slots is None:
             return None
         out = _empty(requests.tokens, channels, dtype=dtype)
         run(address, requests.address, *slots, x.data_ptr(), _row(x), out.data_ptr())
@@ -121,7 +122,7 @@ def selective_scan(decay: Tensor, bias: Tensor, skip: Tensor, dtype: torch.dtype
     """(x, dt, gate [tokens, channels], bc [tokens, 2 * size], state, requests) -> [tokens, channels] in `dtype`: the
     scan by softplus(dt + bias), with the skip, gated by silu; for float32 decay [channels, size]."""
     channels, size = decay.shape
-    run, code = _kernel("torchplug_selective_scan", decay, dtype, size <= _MOST_STATE)
+    run, code = kernel("torchplug_selective_scan", decay, dtype, size <= _MOST_STATE)
     if run is None:
         return None
     decay = F.pad(decay * _LOG2_E, (0, _filled(size) - size, 0, _filled(channels) - channels)).contiguous()
@@ -137,8 +138,11 @@ def selective_scan(decay: Tensor, bias: Tensor, skip: Tensor, dtype: torch.dtype
         requests: StepRequests,
         kept: object = (structure, kept),
     ) -> Tensor | None:
+        tokens = requests.tokens
+        if not all(_rows(each, dtype, tokens, channels) for each in (x, dt, gate)):
+            return None
         slots = _slots(state, (size, 1))
-        if slots is None or not (_rows(x, dtype) and _rows(dt, dtype) and _rows(gate, dtype) and _rows(bc, dtype)):
+        if slots is None or not _rows(bc, dtype, tokens, 2 * size):
             return None
         if not x.is_contiguous() or not dt.is_contiguous():
             return None
@@ -187,7 +191,7 @@ def ssd_scan(
     """(xbc [tokens, heads * head_dim + 2 * groups * size], dt [tokens, heads], state, requests) -> float32 [tokens,
     heads * head_dim]: the scan of x by softplus(dt + bias), with the skip; for float32 decay [heads]."""
     heads = decay.shape[0]
-    run, code = _kernel("torchplug_ssd_scan", decay, dtype, size <= _MOST_STATE)
+    run, code = kernel("torchplug_ssd_scan", decay, dtype, size <= _MOST_STATE)
     if run is None:
         return None
     kept = (decay * _LOG2_E, bias.float(), skip.float())
@@ -200,8 +204,11 @@ def ssd_scan(
         requests: StepRequests,
         kept: object = (structure, kept),
     ) -> Tensor | None:
+        tokens = requests.tokens
+        if not _rows(xbc, dtype, tokens, heads * head_dim + 2 * groups * size) or not _rows(dt, dtype, tokens, heads):
+            return None
         slots = _slots(state, (head_dim * size, size, 1))
-        if slots is None or not (_rows(xbc, dtype) and _rows(dt, dtype)):
+        if slots is None:
             return None
         out = _empty(requests.tokens, heads * head_dim, dtype=torch.float32)
         failed = run(
@@ -225,17 +232,15 @@ GatedNorm = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 def gated_rms_norm(weight: Tensor, eps: float, groups: int) -> GatedNorm | None:
     """(x float32, gate, weight) -> [rows, size]: norm(x * silu(gate)) * weight, for weights like this one."""
     dtype, width = weight.dtype, weight.shape[0]
-    run, code = _kernel("torchplug_gated_rms_norm", weight, dtype)
+    run, code = kernel("torchplug_gated_rms_norm", weight, dtype)
     if run is None:
         return None
     structure = _GatedNorm(groups, width // groups, eps, code)
 
     def normalise(x: Tensor, gate: Tensor, weight: Tensor, kept: object = structure) -> Tensor | None:
-        if not readable(x, torch.float32) or not readable(gate, dtype) or x.dim() != 2 or gate.stride(1) != 1:
-            return None
-        if not x.is_contiguous():
-            return None
         rows = x.shape[0]
+        if not _rows(x, torch.float32, rows, width) or not _rows(gate, dtype, rows, width) or not x.is_contiguous():
+            return None
         out = _empty(rows, width, dtype=dtype)
         run(
             address, weight.data_ptr(), x.data_ptr(), gate.data_ptr(), _row(gate), out.data_ptr(), rows, _threads()
@@ -251,16 +256,16 @@ def _slots(state: Tensor | None, inner: tuple[int, ...]) -> tuple[int, int, int]
     cannot read it."""
     if state is None:
         return 0, 0, 0
-    code = _CODES.get(state.dtype)
+    code = CODES.get(state.dtype)
     first, *others = state.stride()
     if code is None or not state.is_cpu or tuple(others) != inner:
         return None
     return state.data_ptr(), first * state.element_size(), code
 
 
-def _rows(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel can read `x` row by row."""
-    return readable(x, dtype) and x.stride(1) == 1
+def _rows(x: Tensor, dtype: torch.dtype, *shape: int) -> bool:
+    """Whether the kernel can read `x` row by row, as so many rows of so many columns."""
+    return readable(x, dtype) and x.shape == shape and x.stride(1) == 1
 
 
 def _row(x: Tensor) -> int:
@@ -274,9 +279,3 @@ def _address(x: Tensor | None) -> int | None:
 
 def _filled(size: int) -> int:
     return -(-size // _FILLED) * _FILLED
-
-
-def _kernel(name: str, like: Tensor, dtype: torch.dtype, fits: bool = True) -> tuple[Callable[..., int] | None, int]:
-    """The function, or None where it does not serve `dtype` on the device of `like`, and the code of `dtype`."""
-    served = fits and like.is_cpu and dtype in _CODES
-    return (_function(name) if served else None), _CODES.get(dtype, 0)
