@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_cuda import float32_too, use_tapes, use_varlen
+from fake_cuda import check_alike, float32_too, use_tapes, use_varlen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -373,18 +373,6 @@ def logprobs(engine, arrivals):
             found[output.request_id] = list(zip(answer.token_ids, answer.logprobs, strict=True))
         step += 1
     return found
-
-
-def check_alike(found, expected, tolerance):
-    """Equal up to rounding: log-probabilities are close until a token differs, which it may only at a tie."""
-    assert found.keys() == expected.keys()
-    for name, answer in expected.items():
-        for (token, entries), (other, others) in zip(answer, found[name], strict=True):
-            best, second = sorted((each.logprob for each in entries.values()), reverse=True)[:2]
-            if token != other:
-                assert best - second < tolerance, f"{name}: {token} and {other} are no tie"
-                break
-            assert abs(entries[token].logprob - others[token].logprob) < tolerance, name
 
 
 def test_the_comparison_of_the_cuda_tests_notices_what_rounding_does_not_explain(tapes):

@@ -204,3 +204,15 @@ def use_tapes(monkeypatch):
     monkeypatch.setattr(runner, "_Staged", Staged)
     monkeypatch.setattr(llm_engine, "graph_device", lambda where: device)
     return device
+
+
+def check_alike(found, expected, tolerance):
+    """Equal up to rounding: log-probabilities are close until a token differs, which it may only at a tie."""
+    assert found.keys() == expected.keys()
+    for name, answer in expected.items():
+        for (token, entries), (other, others) in zip(answer, found[name], strict=True):
+            best, second = sorted((each.logprob for each in entries.values()), reverse=True)[:2]
+            if token != other:
+                assert best - second < tolerance, f"{name}: {token} and {other} are no tie"
+                break
+            assert abs(entries[token].logprob - others[token].logprob) < tolerance, name
